@@ -527,7 +527,7 @@ def test_closing_inside_gathered_is_refused_and_closes_nothing(write, restore_mo
     expected = model(x).detach()
     runtime = offload(model, tmp_path)
     with runtime.gathered(model, write=write):
-        with pytest.raises(tiermem.TiermemError, match=r"close inside .*gathered.*behind the block"):
+        with pytest.raises(tiermem.TiermemError, match=r"close inside .*gathered.*after the block"):
             runtime.close(restore_model=restore_model)
         assert torch.equal(model(x), expected)
     assert torch.equal(model(x), expected)

@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 import tiermem
 from tiermem.zero3.fibers import OwnStack
 
-AROUND = "what is made in front of a unit, and was not given to it, is used behind it"
+AROUND = "what is made before a unit, and was not given to it, is used after it"
 AGAIN = "a checkpoint computes units again that backward has not come to"
 # Until transformers 5.20 a layer's checkpoint is around its call, since then within it.
 CALLED_INSIDE = "__call__" in vars(GradientCheckpointingLayer)

@@ -13,7 +13,7 @@ from torch import nn
 import tiermem
 from tiermem.zero3.cuts import Cuts
 
-AROUND = "what is made in front of a unit, and was not given to it, is used behind it"
+AROUND = "what is made before a unit, and was not given to it, is used after it"
 
 
 class Again(nn.Module):

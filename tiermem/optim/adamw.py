@@ -290,7 +290,7 @@ class AdamW(torch.optim.Optimizer):
             warnings.warn(
                 f"this state has no moments of {others} parameters that have had another number of updates here than "
                 "it says (none, if it leaves them out): their moments stay, so what follows will not be what the run "
-                "that saved it did. Save optimizer.full_state_dict() behind a step, or resume from a commit or a "
+                "that saved it did. Save optimizer.full_state_dict() after a step, or resume from a commit or a "
                 "snapshot; to begin anew, offload the model again",
                 RuntimeWarning,
                 stacklevel=2,

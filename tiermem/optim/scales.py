@@ -65,7 +65,7 @@ class Scales:
             if norm is not before and norm.item() != before.item():
                 raise ConfigError(
                     "another backward has added to gradients that optimizer.clip_grad_norm_ had clipped: what came "
-                    "later would be clipped with them. Clip once in a step, behind its last backward; "
+                    "later would be clipped with them. Clip once in a step, after its last backward; "
                     "optimizer.zero_grad() drops these gradients"
                 )
 

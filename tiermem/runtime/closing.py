@@ -109,11 +109,11 @@ def refuse_to_close(scheduler: GatherScheduler, *, lent: bool) -> None:
     if lent:
         raise TiermemError(
             "close inside `with runtime.gathered(...)`: expected it after the end of that block, which still lends "
-            "parameters; nothing is closed. To keep the values, close(restore_model=True) behind the block"
+            "parameters; nothing is closed. To keep the values, close(restore_model=True) after the block"
         )
     if scheduler.lockstep is not None:
         raise TiermemError(
-            "close inside runtime.forward_backward(): expected it behind that call, in which other micro-batches still "
+            "close inside runtime.forward_backward(): expected it after that call, in which other micro-batches still "
             "use the model; nothing is closed. An exception ends the call"
         )
 

@@ -221,7 +221,7 @@ class Cuts:
         """Why the graph cannot be cut; what has to be joined is noted."""
         if any(version(tensor) != before for tensor, before in self._versions):
             return "a unit writes into what it was given"
-        around = "what is made in front of a unit, and was not given to it, is used behind it"
+        around = "what is made before a unit, and was not given to it, is used after it"
         if self._sever:
             return around if self._around(loss, set()) else None
         joined = self._cutting.joined

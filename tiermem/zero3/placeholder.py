@@ -119,6 +119,6 @@ def reshaped(name: str, found: torch.Size, kept: tuple[int, ...]) -> str:
     """What is said of a parameter that was given values of another shape."""
     return (
         f"parameter {name} was given values of shape {tuple(found)}, expected {tuple(kept)}. They are dropped: shapes "
-        "stay what they were. Change them (as resize_token_embeddings does) before tiermem.offload, or behind "
+        "stay what they were. Change them (as resize_token_embeddings does) before tiermem.offload, or after "
         "runtime.close(restore_model=True), and offload the model then"
     )
