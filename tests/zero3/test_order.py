@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tiermem.pager.page import Kind, PageKey
+from tiermem.pager.schedule import Step
 from tiermem.zero3.order import Access, OrderRecorder, Phase
 
 FORWARD, BACKWARD, GRADIENT = Phase.FORWARD, Phase.BACKWARD, Phase.GRADIENT
@@ -74,21 +75,21 @@ def test_who_wants_to_know_is_told_what_an_evaluation_uses_over_and_over_and_its
     order, told = after(*STEP[:2]), []
     order.evaluates = told.append
     evaluate(order, 0, 1, 2)
-    assert told == [], "once each they may belong to the step"
+    assert told == [Step.PAUSES], "once each they may belong to the step"
     evaluate(order, 1, 2, 0, 1)
-    assert told == [[Access(1, FORWARD), Access(2, FORWARD)]], "from the first that is used again on"
+    assert told[1:] == [[Access(1, FORWARD), Access(2, FORWARD)]], "from the first that is used again on"
     order.access(2, FORWARD)
     order.access(1, BACKWARD)
-    assert told[1:] == [None]
+    assert told[2:] == [Step.GOES_ON]
     evaluate(order, 0, 0)
-    assert told[2:] == [[Access(0, FORWARD)]]
+    assert told[3:] == [Step.PAUSES, [Access(0, FORWARD)]]
     order.finish()
-    assert told[3:] == [None], "whoever evaluates between backward and step begins the next step behind it"
+    assert told[5:] == [Step.GOES_ON], "whoever evaluates between backward and step begins the next step behind it"
     evaluate(order, 0)
-    assert told[4:] == [None], "with this it may have begun"
+    assert told[6:] == [Step.BEGINS], "with this it may have begun"
     evaluate(order, 0)
     order.access(0, FORWARD)
-    assert told[5:] == [[Access(0, FORWARD)], None, None]
+    assert told[7:] == [[Access(0, FORWARD)], Step.BEGINS, Step.BEGINS]
 
 
 def test_an_evaluation_goes_round_in_what_it_uses_now():
@@ -96,15 +97,15 @@ def test_an_evaluation_goes_round_in_what_it_uses_now():
     order, told = after(*STEP[:2]), []
     order.evaluates = told.append
     evaluate(order, 0, 0, 1, 2, 1, 2, 1, 2)
-    assert told == [[Access(0, FORWARD)], [Access(1, FORWARD), Access(2, FORWARD)]]
+    assert told == [Step.PAUSES, [Access(0, FORWARD)], [Access(1, FORWARD), Access(2, FORWARD)]]
     evaluate(order, 0, 1, 2, 1, 2, 0, 1, 2)
-    assert len(told) == 2, "once between others it is no round of its own"
+    assert len(told) == 3, "once between others it is no round of its own"
     evaluate(order, 0, 0)
-    assert told[2:] == [[Access(0, FORWARD)]]
+    assert told[3:] == [[Access(0, FORWARD)]]
     order.access(1, BACKWARD)
-    assert told[3:] == [None]
+    assert told[4:] == [Step.GOES_ON]
     evaluate(order, 0)
-    assert len(told) == 4, "of what went round before nothing is known any more"
+    assert told[5:] == [Step.PAUSES], "of what went round before nothing is known any more"
 
 
 def test_behind_an_evaluation_units_used_without_gradients_belong_to_the_step_again():

@@ -23,7 +23,7 @@ from tiermem.pager.plan import Plan, make_plan
 from tiermem.pager.policy import choose_read_ahead
 from tiermem.pager.residency import Residency
 from tiermem.pager.room import Room
-from tiermem.pager.schedule import Schedule
+from tiermem.pager.schedule import Schedule, Step
 
 # How many coming accesses a look takes in; its real bound is in bytes, this one bounds the work.
 _COMING = 256
@@ -87,7 +87,7 @@ class Ahead:
 
     def follow(self, schedule: Schedule | None, plan: Plan | None, look_ahead: int | None = None) -> None:
         """Go by another schedule, and keep what the plan for it keeps; `look_ahead` as for `make_plan`."""
-        self.evaluate(None)
+        self.evaluate(Step.BEGINS)
         if look_ahead is not None:
             self._appetite = {**self._appetite, Tier.HOST: replace(self._appetite[Tier.HOST], look_ahead=look_ahead)}
         stays, reaches = (None, None) if plan is None else (plan.stays, plan.reaches)
@@ -96,19 +96,22 @@ class Ahead:
         self._room.homes.follow(at_home=plan is not None and plan.at_home)
         self._residency.reclassify()
 
-    def evaluate(self, schedule: Schedule | None) -> None:
-        """Go by the schedule of an evaluation, of which no plan knows; None: by the step's again, from its beginning.
+    def evaluate(self, schedule: Schedule | Step) -> None:
+        """Go by the schedule of an evaluation, of which no plan knows; or by the step's again, from where that is.
 
         What an evaluation does not use stays as long as it is in nobody's way.
         """
         residency, aside = self._residency, self._aside
+        if schedule is Step.PAUSES:
+            residency.forecast.mark()
+            return
         if aside is not None:
             residency.forecast, self._renewed, self._period = aside
             self._aside = None
-        if schedule is not None:
+        if isinstance(schedule, Schedule):
             self._aside = residency.forecast, self._renewed, self._period
             residency.forecast, self._renewed, self._period = residency.forecast.beside(schedule), (), schedule.period
-        elif not residency.forecast.rewind() and aside is None:
+        elif not residency.forecast.rewind(to_mark=schedule is Step.GOES_ON) and aside is None:
             return
         self._version = -1
         residency.reclassify()

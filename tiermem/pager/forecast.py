@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Sequence
 from tiermem.pager.agenda import Agenda
 from tiermem.pager.lane_order import LaneOrder
 from tiermem.pager.page import Kind, Lane, PageKey
-from tiermem.pager.schedule import Access, Schedule, due_positions
+from tiermem.pager.schedule import Schedule, due_positions, is_gradient
 
 # Without a schedule the page used longest ago is taken to be needed last (LRU), and any such guess is further away
 # than every recorded use.
@@ -102,12 +102,17 @@ class Forecast:
         self.rewind()
         return regular
 
-    def rewind(self) -> bool:
-        """The step is at its beginning, whatever was looked at in between; whether that had led astray."""
+    def mark(self) -> None:
+        """Note where the computation is: `rewind` may bring it back there."""
+        if self._schedule is not None:
+            self._lanes[Lane.COMPUTE].marked = self._lanes[Lane.COMPUTE].cursor
+
+    def rewind(self, *, to_mark: bool = False) -> bool:
+        """The step is at its beginning (or mark), whatever was looked at in between; whether that had led astray."""
         if self._schedule is None:
             return False
         period, compute, update = self._schedule.period, self._lanes[Lane.COMPUTE], self._lanes[Lane.UPDATE]
-        start = self._step * period
+        start = compute.marked if to_mark else self._step * period
         astray = compute.cursor != start or compute.leap is not None
         self._regular = True
         self.version += 1
@@ -248,8 +253,8 @@ class Forecast:
         cycle, inside = divmod(now, period := schedule.period)
         # Between a unit that backward has left, whose update is announced, and the gradients of the next one?
         last, head = accesses[inside - 1] if together else None, iter(next(waiting, ()))
-        due = together and _is_gradient(accesses[inside])
-        if not (due or (last is not None and _is_gradient(last) and last.key in announced)):
+        due = together and is_gradient(accesses[inside])
+        if not (due or (last is not None and is_gradient(last) and last.key in announced)):
             for key in head:
                 yield now, update, key
         first = cycle * period
@@ -343,8 +348,3 @@ class _Beside(Forecast):
 
     def update_done(self, key: PageKey) -> None:
         self._of_step.update_done(key)
-
-
-def _is_gradient(access: Access) -> bool:
-    """Whether the computation writes a gradient."""
-    return access.lane is Lane.COMPUTE and access.key.kind is Kind.GRAD

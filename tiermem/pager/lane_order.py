@@ -22,6 +22,7 @@ class LaneOrder:
     of_key: dict[PageKey, list[int]] = field(default_factory=dict)
     cursor: int = 0  # absolute position: everything before it has happened
     leap: int | None = None  # where the cursor would be if the last surprising access was the end of a gap
+    marked: int = 0  # the cursor when something began that may be no part of the step
 
     def next_at(self, key: PageKey, period: int, start: int | None = None) -> int | None:
         """The absolute position of the first access to `key` at or after `start` (by default the cursor)."""

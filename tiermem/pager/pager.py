@@ -23,7 +23,7 @@ from tiermem.pager.edges import Chain
 from tiermem.pager.lease import Lease, PendingLease
 from tiermem.pager.loop import closed
 from tiermem.pager.page import Intent, Kind, Lane, PageKey
-from tiermem.pager.schedule import Schedule
+from tiermem.pager.schedule import Schedule, Step
 from tiermem.pager.worker import Worker
 from tiermem.stats import Counters
 from tiermem.timeline import COMPUTE_LANE, STALL, UPDATE_LANE, Timeline
@@ -113,8 +113,11 @@ class Pager:
         plan = None if schedule is None else ahead.make_plan(schedule, self._loop.call(ahead.rooms), look_ahead)
         self._loop.call(lambda: ahead.follow(schedule, plan, look_ahead))
 
-    def evaluate(self, schedule: Schedule | None) -> None:
-        """Go by the schedule of an evaluation until None brings back the one that was set. Does not wait."""
+    def evaluate(self, schedule: Schedule | Step) -> None:
+        """Go by the schedule of an evaluation until the step begins or goes on, by the one that was set.
+
+        Does not wait.
+        """
         self._loop.post(lambda: self._core.service.ahead.evaluate(schedule))
 
     def begin_step(self) -> None:

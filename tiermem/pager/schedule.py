@@ -6,11 +6,20 @@ tiers.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tiermem.pager.page import Kind, Lane, PageKey
+
+
+class Step(enum.Enum):
+    """What a step does beside evaluations: begins, or begins again; comes to what may be one; goes on behind one."""
+
+    BEGINS = "begins"
+    PAUSES = "pauses"
+    GOES_ON = "goes on"
 
 
 class Access(NamedTuple):
@@ -63,3 +72,8 @@ def due_positions(schedule: Schedule) -> dict[PageKey, tuple[int, int]]:
         elif access.key.kind is Kind.GRAD:
             gradients[access.key.unit] = position
     return due
+
+
+def is_gradient(access: Access) -> bool:
+    """Whether the computation writes a gradient."""
+    return access.lane is Lane.COMPUTE and access.key.kind is Kind.GRAD

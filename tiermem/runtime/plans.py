@@ -13,7 +13,7 @@ from tiermem.ahead import LookAhead
 from tiermem.optim.schedules import UpdateSchedule
 from tiermem.pager.page import PageKey
 from tiermem.pager.pager import Pager
-from tiermem.pager.schedule import Schedule
+from tiermem.pager.schedule import Schedule, Step
 from tiermem.planner.steps import Arrivals
 from tiermem.runtime.blueprint import Blueprint
 from tiermem.runtime.look_ahead import LookAheadChoice
@@ -66,11 +66,12 @@ class StepPlans:
         if schedule is not None and nbytes != self._choice.look_ahead.nbytes:
             self._follow(schedule)
 
-    def evaluate(self, accesses: Sequence[Access] | None) -> None:
-        """An evaluation uses units in this order, over and over; None: it has ended."""
-        order = StepOrder(tuple(accesses or ()))
-        schedule = None if accesses is None else self._blueprint.plan(order, {}, self._schedule.acts_as)
-        self._pager.evaluate(schedule)
+    def evaluate(self, accesses: Sequence[Access] | Step) -> None:
+        """An evaluation uses units in this order, over and over; or what the step does beside it."""
+        if isinstance(accesses, Step):
+            self._pager.evaluate(accesses)
+        else:
+            self._pager.evaluate(self._blueprint.plan(StepOrder(tuple(accesses)), {}, self._schedule.acts_as))
 
     def _follow(self, schedule: Schedule) -> None:
         nbytes = self._choice.look_ahead.nbytes

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from tiermem.pager.page import PageKey
+from tiermem.pager.schedule import Step
 
 
 class Phase(enum.Enum):
@@ -66,8 +67,8 @@ class OrderRecorder:
         self._gradless: dict[Access, None] = {}
         self._round: frozenset[Access] = frozenset()
         self._evaluating = False
-        # Told what is used over and over without gradients, from now on; and None when a step begins, or goes on.
-        self.evaluates: Callable[[Sequence[Access] | None], object] = lambda _: None
+        # Told what is used over and over without gradients, from now on, and what the step does.
+        self.evaluates: Callable[[Sequence[Access] | Step], object] = lambda _: None
 
     @property
     def expected(self) -> StepOrder | None:
@@ -112,7 +113,9 @@ class OrderRecorder:
         else:
             self._end_gradless()
         if not self._accesses:
-            self.evaluates(None)
+            self.evaluates(Step.BEGINS)
+        elif gradless and not self._gradless:
+            self.evaluates(Step.PAUSES)
         if gradless:
             self._gradless[access] = None
         if self._expected is not None and self._on_course:
@@ -145,7 +148,7 @@ class OrderRecorder:
         if self._evaluating:
             self._evaluating, self._round = False, frozenset()
             self._on_course = self._is_as_expected()
-            self.evaluates(None)
+            self.evaluates(Step.GOES_ON if self._accesses else Step.BEGINS)
 
     def _is_as_expected(self) -> bool:
         return self._expected is None or tuple(self._accesses) == self._expected.accesses[: self.position]
