@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import sys
 import threading
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -13,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tiermem.errors import TiermemError
 from tiermem.zero3.engine import require_names
+from tiermem.zero3.fibers import OwnStack
 from tiermem.zero3.thread_state import put_thread_aside
 
 
@@ -116,6 +121,84 @@ def test_stacks_come_back_in_their_order() -> None:
         assert inner.count == outer.count > 0
         assert torch._C._autograd._top_saved_tensors_default_hooks(False) == (also_identity, also_identity)
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+
+
+def _interrupt_at(line: int, functions: tuple[str, ...]) -> Callable[..., Any]:
+    """A trace that interrupts before this one, of all lines that are run in these functions."""
+    left = itertools.count()
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        if frame.f_code.co_name not in functions:
+            return None
+        if event == "line" and next(left) == line:
+            raise KeyboardInterrupt
+        return trace
+
+    return trace
+
+
+@pytest.mark.skipif(not OwnStack.possible, reason="needs greenlet")
+def test_an_interrupt_as_a_thread_gets_back_what_is_its_own_leaves_nothing_behind() -> None:
+    """Wherever it comes: what had not been put back then had been gone."""
+    calls = ["before"]
+
+    def put_calls_aside() -> Callable[[], None]:
+        taken = calls.copy()
+        calls.clear()
+        return lambda: calls.__setitem__(slice(None), taken)
+
+    def leave_something() -> None:
+        torch.set_grad_enabled(True)
+        torch.autograd.graph.saved_tensors_hooks(also_identity, also_identity).__enter__()
+        calls.append("left")
+
+    functions = ("put_back", "_call_all", "_emptied", "_set_nesting", "switch", "_pop_pair")
+    interrupted = 0
+    for line in itertools.count():
+        with contextlib.ExitStack() as around:
+            around.enter_context(Doubling())
+            around.enter_context(torch.autograd.graph.saved_tensors_hooks(identity, identity))
+            around.enter_context(torch.autocast("cpu", dtype=torch.bfloat16))
+            around.enter_context(torch.no_grad())
+            expected, found = state(), False
+            fiber = OwnStack(leave_something, aside=(put_calls_aside, put_thread_aside))
+            trace, before = _interrupt_at(line, functions), sys.gettrace()
+            put_aside = fiber._aside[1]
+
+            def then_traced(put_aside: Any = put_aside, trace: Any = trace) -> Callable[[], None]:
+                put_back = put_aside()
+                sys.settrace(trace)
+                return put_back
+
+            fiber._aside = (fiber._aside[0], then_traced)
+            try:
+                fiber.go()
+            except KeyboardInterrupt:
+                found = True
+            finally:
+                sys.settrace(before)
+            assert state() == expected, line
+            assert calls == ["before"], line
+        interrupted += found
+        if not found:
+            break
+    assert interrupted > 30
+
+
+@pytest.mark.skipif(not OwnStack.possible, reason="needs greenlet")
+def test_what_was_put_aside_before_an_interrupt_is_put_back() -> None:
+    calls: list[str] = []
+
+    def put_aside() -> Callable[[], None]:
+        calls.append("aside")
+        return lambda: calls.append("back")
+
+    def interrupt() -> Callable[[], None]:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        OwnStack(lambda: None, aside=(put_aside, interrupt)).go()
+    assert calls == ["aside", "back"]
 
 
 def test_what_autocast_remembers_lasts_as_long_as_the_outermost_autocast() -> None:

@@ -102,7 +102,7 @@ class OwnStack:
     """On a stack of its own in the thread of the caller, if `OwnStack.possible`: greenlet is there.
 
     `aside`: each puts something aside that is kept for each thread, as if the thread was new, and returns what puts it
-    back, whatever is there then.
+    back, whatever is there then. That may be called again, where an interrupt has ended it.
     """
 
     possible = greenlet is not None
@@ -136,9 +136,19 @@ class OwnStack:
             self.go()
 
     def _switch(self, to: Any) -> None:
-        back = [put_aside() for put_aside in self._aside]
+        back: list[Callable[[], None]] = []
         try:
+            for put_aside in self._aside:
+                back.append(put_aside())  # noqa: PERF401 - what has been put aside is known when the next is interrupted
             to.switch()
         finally:
-            for put_back in back:
-                put_back()
+            try:
+                _call_all(back)
+            except BaseException:
+                _call_all(back)  # an interrupt: what it has kept from being put back
+                raise
+
+
+def _call_all(functions: Sequence[Callable[[], None]]) -> None:
+    for function in functions:
+        function()
