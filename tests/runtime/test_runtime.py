@@ -883,6 +883,8 @@ def test_a_dropped_runtime_may_be_closed_while_a_parameter_is_looked_up(tmp_path
         monkeypatch.setattr(tiermem.registry.Registry, "_find", find)
         with pytest.warns(ResourceWarning, match="never closed"):
             tiermem.offload(nn.Linear(4, 4), config_for(tmp_path / "used", "1MiB", "step")).close()
+    wait_until_empty(tmp_path / "dropped", threading.Event())
+    assert list((tmp_path / "dropped").iterdir()) == []
 
 
 @pytest.mark.timeout(200, method="thread")
