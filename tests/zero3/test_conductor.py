@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from tiermem.zero3.conductor import Act, Conductor, Operation
 from tiermem.zero3.grid import one_copy
 
 WAIT = 20
+MADE: list[Rank] = []  # by the test that runs
 
 
 class Line:
@@ -85,6 +86,7 @@ class Rank:
         self.conductor = Conductor(
             one_copy(Ear(line, number)), ["first", "second"], Timeline(0), lambda: self.begin(), self.counters
         )
+        MADE.append(self)
         self.conductor.connect(lambda unit, bucket, senders: self.served.append((unit, bucket, list(senders))))
 
     def do(self, act: Act, unit: int = -1, **further: Any) -> Any:
@@ -97,6 +99,16 @@ class Rank:
 
         settings = {"prepare": lambda: "prepared", "action": action, "undo": self.undone.append, **further}
         return Operation(act, unit, **settings)
+
+
+@pytest.fixture(autouse=True)
+def _all_leave() -> Iterator[None]:
+    """The threads of conductors that a test leaves open are not there in the tests after it."""
+    MADE.clear()
+    yield
+    for rank in MADE:
+        rank.conductor.close(TiermemError("the test is over"))
+    assert not [thread for thread in threading.enumerate() if thread.name == "tiermem-ranks"]
 
 
 def together(*parts: Callable[[Rank], Any]) -> list[Rank]:
