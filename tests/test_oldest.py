@@ -51,3 +51,8 @@ def test_all_that_this_project_needs_has_one(capsys: pytest.CaptureFixture[str])
     assert "torch" not in named
     pinned = {line.partition("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line}
     assert {name.replace("_", "-") for name in named} <= {name.replace("_", "-") for name in pinned}
+
+
+def test_a_file_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path / "none.toml")]) == 1
+    assert capsys.readouterr().err.count("\n") == 1

@@ -184,6 +184,9 @@ def check_no_assert(tree: ast.Module) -> Iterator[tuple[int, str]]:
 def main(arguments: list[str]) -> int:
     """Check the tree given as the only argument (default: this repository); print violations, return the exit code."""
     root = Path(arguments[0]) if arguments else Path(__file__).resolve().parent.parent
+    if not root.is_dir():  # nothing is found in it, which would look like a tree in order
+        print(f"expected the folder of a tree to check, found {str(root)!r}", file=sys.stderr)
+        return 2
     violations = check(root)
     for violation in violations:
         print(violation)

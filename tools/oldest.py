@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path = Path(named[0]) if named else Path(__file__).parents[1] / "pyproject.toml"
     try:
         lines = oldest(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         print(f"{path}: {error}", file=sys.stderr)
         return 1
     print("\n".join(lines))

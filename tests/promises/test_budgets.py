@@ -109,6 +109,11 @@ def test_scripts_are_sized(tmp_path: Path) -> None:
     assert len(findings(tmp_path, DOC + "#\n" * 350, name="benchmarks/thing.py")) == 1
 
 
+def test_a_tree_that_is_not_there_is_not_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_budgets.main([str(tmp_path / "none")]) == 2
+    assert "expected the folder of a tree to check, found" in capsys.readouterr().err
+
+
 def test_the_script_prints_violations_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check_budgets.main([str(tmp_path)]) == 0
     findings(tmp_path, "x = 1\n")

@@ -110,6 +110,11 @@ def test_a_planted_violation_is_found(tree: Path, name: str, text: str, message:
     assert message in found[0]
 
 
+def test_a_tree_that_is_not_there_is_not_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_layers.main([str(tmp_path / "none")]) == 2
+    assert "expected the folder of a tree to check, found" in capsys.readouterr().err
+
+
 def test_the_script_prints_violations_and_fails(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check_layers.main([str(tree)]) == 0
     plant(tree, "swap/bad.py", "import os\nimport torch\n")
