@@ -16,7 +16,9 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import swap
 import tiermem
+from tiermem.checkpoint.resharding import LARGEST_WORLD
 from tiermem.cli.main import run
+from tiermem.cli.options import MOST_RANKS
 
 SHAPE = {"vocab_size": 64, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4}
 EXTRA = {"note": "two", "losses": [None]}  # which were NaN: JSON has no word for it
@@ -122,7 +124,11 @@ def test_resharding(capsys: pytest.CaptureFixture[str], trained: Any, tmp_path: 
     for given in (directories, [tmp_path / "empty"]):
         said = call(capsys, "reshard", *given, "--ranks", 2, "--to", tmp_path / "no", code=1)
         assert f"found none in {', '.join(map(str, given))}; of a commit make one first: runtime.snapshot(path)" in said
-    assert run(["snapshot", "reshard", str(folder / "copy"), "--ranks", "0", "--to", str(tmp_path / "no")]) == 2
+    for ranks in (0, LARGEST_WORLD + 1):
+        assert (
+            run(["snapshot", "reshard", str(folder / "copy"), "--ranks", str(ranks), "--to", str(tmp_path / "no")]) == 2
+        )
+    assert LARGEST_WORLD == MOST_RANKS
 
 
 def test_damage_is_an_exit_code_and_one_line(capsys: pytest.CaptureFixture[str], trained: Any, tmp_path: Path) -> None:

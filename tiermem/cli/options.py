@@ -206,7 +206,10 @@ NewFolder = Annotated[Path, path_option("--to", help="Folder to write; a free na
 MaxShardSize = Annotated[
     str, checked_option("--max-shard-size", _positive_size, help="Most bytes of a file of weights, such as 5GB.")
 ]
-Ranks = Annotated[int, typer.Option("--ranks", min=1, help="How many ranks the snapshot is to have files for.")]
+MOST_RANKS = 1 << 16  # `checkpoint.resharding.LARGEST_WORLD`, which would bring torch along
+Ranks = Annotated[
+    int, typer.Option("--ranks", min=1, max=MOST_RANKS, help="How many ranks the snapshot is to have files for.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 WeightsPath = Annotated[
     Path | None,
