@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import inspect
 import json
 import pickle
 from pathlib import Path
@@ -37,6 +38,14 @@ def test_the_example_of_the_public_face() -> None:
 
 def test_at_most_twenty_knobs() -> None:
     assert len(dataclasses.fields(Config)) <= 20
+
+
+def test_help_and_editors_are_shown_the_knobs_and_their_defaults() -> None:
+    shown = inspect.signature(Config).parameters
+    assert {name: knob.default for name, knob in shown.items()} == {
+        field.name: field.default for field in dataclasses.fields(Config)
+    }
+    assert {knob.kind for knob in shown.values()} == {inspect.Parameter.KEYWORD_ONLY}
 
 
 def test_what_means_the_same_is_equal() -> None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Self, cast, get_args
 
@@ -35,6 +37,7 @@ Verify = Literal["resume", "always", "never"]
 Directory = str | os.PathLike[str]
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in get_args(ParamDtype)}
+_DEVICES = r"auto|cpu|cuda(:(0|[1-9][0-9]{0,3}))?"
 _ALIGNMENT = 4096
 _SMALLEST_TILE = 64 << 10
 _LARGEST_QUEUE_DEPTH = 256
@@ -142,8 +145,7 @@ class Config:
     def from_dict(cls, settings: Mapping[str, object]) -> Self:
         """Make a Config from a mapping of knobs. Raises ConfigError for an unknown one and suggests the closest."""
         _refuse_unknown(settings)
-        values: dict[str, Any] = dict(settings)
-        return cls(**values)
+        return cls(**cast("dict[str, Any]", settings))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, swap_dirs: Directory | Sequence[Directory] = ()) -> Self:
@@ -151,8 +153,7 @@ class Config:
 
         Raises ConfigError, also where the file cannot be read.
         """
-        file = settings_path(path)
-        settings = read_settings(file)
+        settings = read_settings(file := settings_path(path))
         try:
             return cls.from_dict(settings | {"swap_dirs": swap_dirs} if swap_dirs else settings)
         except ConfigError as error:
@@ -260,9 +261,7 @@ def _bytes(lowest: int, *, multiple: int = 1, auto: bool = False) -> Callable[[s
 
 def _device(name: str, value: object) -> object:
     text = str(value) if isinstance(value, torch.device) else value
-    if isinstance(text, str) and (text in ("auto", "cpu", "cuda") or re.fullmatch(r"cuda:(0|[1-9][0-9]{0,3})", text)):
-        return text
-    if isinstance(text, str) and parse_link(text) is not None:
+    if isinstance(text, str) and (re.fullmatch(_DEVICES, text) or parse_link(text) is not None):
         return text
     return _refuse(name, "'auto', 'cpu', 'cuda' or 'cuda:1'", value, "leave it out for 'auto'")
 
@@ -347,3 +346,5 @@ _NORMALIZERS: dict[str, Callable[[str, object], object]] = {
     "stall_timeout": _seconds,
     "poison": _one_of(True, False),
 }
+# What `help` and editors show: the knobs and their defaults; `__new__` would hide them.
+Config.__signature__ = inspect.signature(partial(Config.__init__, None))  # type: ignore[attr-defined, arg-type]
