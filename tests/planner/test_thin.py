@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiermem.pager.tiling import SMALLEST_TILE
+from tiermem.planner.batches import COARSE, FINE, with_batches
 from tiermem.planner.design import Design, PlanSettings, least_host_memory, make_design
 from tiermem.planner.device import device_least, settled_nbytes
 from tiermem.planner.footprint import rounded
@@ -23,7 +24,7 @@ from tiermem.planner.parts import unit_sizes
 from tiermem.planner.predict import seconds_of_step, simulate_quickly
 from tiermem.planner.retile import retiled
 from tiermem.planner.simulate import Simulation, simulate
-from tiermem.planner.thin import drawn_out, repetitions, thinned, with_batches
+from tiermem.planner.thin import drawn_out, repetitions, thinned
 from tiermem.planner.workload import Workload, transformer
 from tiermem.planner.world import World
 
@@ -127,7 +128,7 @@ def test_two_short_steps_say_what_the_long_one_would(update: str, share: float) 
 @pytest.mark.parametrize(
     ("update", "share"), some_of([("auto", 0.3)], [("forward", 0.1), ("backward", 0.5), ("step", 0.1)])
 )
-def test_two_steps_of_few_batches_say_what_one_of_many_would(update: str, share: float) -> None:
+def test_a_step_of_few_batches_says_what_one_of_many_would(update: str, share: float) -> None:
     exact = design(workload([1_000_000] * 5, batches=70), share, update)
     quick, stood_in = simulate_quickly(exact)
     assert stood_in
@@ -141,8 +142,37 @@ def test_two_steps_of_few_batches_say_what_one_of_many_would(update: str, share:
     assert all(tier.high_water <= tier.budget == exact.settings.host_memory for tier in quick.tiers)
 
 
+@given(
+    numels=st.lists(st.sampled_from([200_000, 500_000, 1_000_000]), min_size=2, max_size=5),
+    share=st.sampled_from([0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 1.1]),
+    update=st.sampled_from(["forward", "backward", "step", "auto"]),
+    more=st.integers(1, 24),
+)
+@settings(max_examples=number_of(4, 40))
+def test_what_all_batches_move_is_what_few_of_them_say(numels: list[int], share: float, update: str, more: int) -> None:
+    one = design(workload(numels), share, update)
+    exact = with_batches(one, FINE.batches(one) + more)
+    quick, whole = simulate_quickly(exact)[0], simulate(exact)
+    assert quick.seconds == pytest.approx(whole.seconds, rel=0.03)
+    little = 4 * max(numels)  # a unit's parameters, read or written once more
+    assert quick.bytes_read == pytest.approx(whole.bytes_read, rel=0.05, abs=little)
+    assert quick.bytes_written == pytest.approx(whole.bytes_written, rel=0.05, abs=little)
+
+
+@pytest.mark.parametrize(("update", "share"), some_of([("step", 0.7), ("backward", 0.9)], [("forward", 0.8)]))
+def test_what_moves_once_a_step_moves_no_more_in_a_thousand_batches(update: str, share: float) -> None:
+    """By the line through two steps three times as much was written."""
+    exact = design(workload([1_000_000] * 5, batches=1000), share, update)
+    few = simulate(with_batches(exact, 40))
+    quick = simulate_quickly(exact)[0]
+    assert few.bytes_read > 0
+    assert quick.bytes_read == pytest.approx(few.bytes_read, rel=0.35)
+    assert quick.bytes_written == pytest.approx(few.bytes_written, rel=0.35)
+
+
 def test_few_batches_are_simulated_as_they_are() -> None:
-    exact, one = design(workload([1_000_000] * 5, batches=64), 0.3, "forward"), []
+    one_batch = design(workload([1_000_000] * 5), 0.3, "forward")
+    exact, one = with_batches(one_batch, FINE.batches(one_batch)), []
 
     def noted(asked: Design, *, with_plan: bool = False) -> Simulation:
         assert asked == exact
@@ -281,12 +311,13 @@ def test_the_work_of_a_prediction_does_not_grow_with_the_batches() -> None:
 
     def noted(design: Design, *, with_plan: bool = False) -> Simulation:
         simulated.append(design.workload.batches)
-        return simulate(with_batches(design, 1), with_plan=with_plan)
+        return simulate(design, with_plan=with_plan)
 
     exact = design(workload([300_000] * 5, batches=2000), 0.5, "forward")
     assert simulate_quickly(exact, with_plan=True, simulated=noted)[0].plan is not None
     seconds_of_step(exact.workload, MACHINE, exact.settings, noted)
-    assert simulated == [32, 64, 16, 32]
+    assert simulated == [FINE.batches(exact), COARSE.batches(exact)]
+    assert max(simulated) <= 64
 
 
 def test_the_work_of_an_exact_step_grows_with_the_units_and_no_faster() -> None:

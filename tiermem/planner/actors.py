@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 from tiermem.pager.page import Intent, Kind, Lane, PageKey
 from tiermem.pager.protection import Protection
@@ -187,6 +187,7 @@ class ComputeActor:
         self._lagging: dict[int, None] = {}
         self._limit = world.design.lag()
         self.phases: dict[str, float] = {}
+        self.batch_ended: Callable[[], None] = lambda: None
 
     def step(self) -> Steps:
         """One whole step."""
@@ -201,6 +202,7 @@ class ComputeActor:
                 yield from self._access(position, access, last=last)
                 self._note("forward" if access.phase is Phase.FORWARD else "backward", began)
             yield from self._batch_ended()
+            self.batch_ended()
         began = world.clock.now
         yield from self._end()
         self._note("step", began)

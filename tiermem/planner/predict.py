@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from tiermem.planner.batches import COARSE, FINE, Excerpt, with_batches
 from tiermem.planner.design import (
     Design,
     device_memory,
@@ -25,15 +26,13 @@ from tiermem.planner.parts import reserved_nbytes, unit_sizes
 from tiermem.planner.retile import retiled
 from tiermem.planner.settings import PlanSettings
 from tiermem.planner.simulate import Simulation, simulate
-from tiermem.planner.thin import drawn_out, thinned, with_batches
+from tiermem.planner.thin import drawn_out, thinned
 from tiermem.planner.tilesizes import planned_tile, tile_sizes
 from tiermem.planner.workload import Workload
 
 # A step with more units is simulated by two with about so many; more tiles than so many are taken larger.
 _LONGER, _SHORTER = 72, 24
 _TILES, _COARSE_TILES = 360, 96
-# A step with more batches than the second number is seen through two with so many; coarsely, through two shorter ones.
-_BATCHES, _COARSE_BATCHES = (32, 64), (16, 32)
 _SECONDS_PER_DAY = 86_400.0
 
 
@@ -139,25 +138,29 @@ def simulate_quickly(
 ) -> tuple[Simulation, bool]:
     """Simulate a step, and say whether others stood for it; `simulated`: how, such as with an eye on what is known.
 
-    Where there are many units or batches: two steps of fewer, see `thin`. Where there are many tiles: larger ones, see
-    `retiled`. Raises CapacityError as `simulate` does.
+    Where there are many units: two steps of fewer, see `thin`. Where there are many batches: a step of fewer, see
+    `batches`. Where there are many tiles: larger ones, see `retiled`. Raises CapacityError as `simulate` does.
     """
-    if exact.workload.batches > _BATCHES[1]:
-        few, more = (with_batches(exact, batches) for batches in _BATCHES)
-        ends = (
-            (few, simulate_quickly(few, simulated=simulated)[0]),
-            (more, simulate_quickly(more, with_plan=with_plan, simulated=simulated)[0]),
-        )
-        return drawn_out(*ends, exact, size=lambda workload: workload.batches), True
     longer = thinned(exact, _LONGER)
     factor = _enlargement(longer, _TILES)
     designs = [each if factor == 1 else retiled(each, factor) for each in (thinned(exact, _SHORTER), longer)]
-    found = simulated(designs[1], with_plan=with_plan)
+    found = _with_all_batches(designs[1], FINE, simulated, with_plan=with_plan)
     if longer is exact:
-        return found, factor > 1
+        return found, factor > 1 or exact.workload.batches > FINE.batches(designs[1])
     if designs[0].workload.parameters == longer.workload.parameters:
         return found, True
-    return drawn_out((designs[0], simulated(designs[0])), (designs[1], found), exact), True
+    shorter = _with_all_batches(designs[0], FINE, simulated)
+    return drawn_out((designs[0], shorter), (designs[1], found), exact), True
+
+
+def _with_all_batches(
+    design: Design, excerpt: Excerpt, simulated: Callable[..., Simulation], *, with_plan: bool = False
+) -> Simulation:
+    """Simulate a step; if it has many batches, through a shorter one."""
+    batches, fewer = design.workload.batches, excerpt.batches(design)
+    if batches <= fewer:
+        return simulated(design, with_plan=with_plan)
+    return excerpt.continued(simulated(with_batches(design, fewer), with_plan=with_plan), batches)
 
 
 def _enlargement(design: Design, most: int) -> int:
@@ -169,21 +172,12 @@ def _enlargement(design: Design, most: int) -> int:
 def seconds_of_step(
     workload: Workload, machine: Machine, settings: PlanSettings, simulated: Callable[..., Simulation] = simulate
 ) -> float:
-    """Simulated seconds of a step, coarsely: of a shorter one, by parameters, or of two, by batches.
+    """Simulated seconds of a step, coarsely: of one with fewer units and batches.
 
     Raises CapacityError where it does not fit.
     """
-    design = make_design(workload, machine, settings)
-
-    def seconds(batches: int) -> float:
-        coarse, share = coarsened(with_batches(design, batches))
-        return simulated(coarse).seconds / share
-
-    few, more = _COARSE_BATCHES
-    if workload.batches <= more:
-        return seconds(workload.batches)
-    start = seconds(few)
-    return start + (seconds(more) - start) * (workload.batches - few) / (more - few)
+    coarse, share = coarsened(make_design(workload, machine, settings))
+    return _with_all_batches(coarse, COARSE, simulated).seconds / share
 
 
 def coarsened(exact: Design) -> tuple[Design, float]:

@@ -32,6 +32,30 @@ class StepPlan:
     kept: Mapping[str, int]
 
 
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """Running sums: seconds, those by phase and by cause of a stall, those of computing, updating, reading and writing,
+    and bytes by edge.
+    """
+
+    seconds: float
+    phases: Mapping[str, float]
+    stalls: Mapping[str, float]
+    busy: tuple[float, ...]
+    edges: Mapping[str, float]
+
+    def each(self, before: Spent, count: int) -> Spent:
+        """The mean of `count` equal parts of what was spent since `before`."""
+
+        def table(late: Mapping[str, float], early: Mapping[str, float]) -> dict[str, float]:
+            return {name: (value - early.get(name, 0.0)) / count for name, value in late.items()}
+
+        busy = tuple((late - early) / count for late, early in zip(self.busy, before.busy, strict=True))
+        seconds = (self.seconds - before.seconds) / count
+        phases, stalls = table(self.phases, before.phases), table(self.stalls, before.stalls)
+        return Spent(seconds, phases, stalls, busy, table(self.edges, before.edges))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
     """Means over the steady steps.
@@ -46,6 +70,7 @@ class Simulation:
         edges: bytes over each edge.
         tiers: budget, bytes at the end, and high-water mark of each memory tier.
         plan: what the last step did; None if nobody asked.
+        marks: what was spent since the simulation began, at the end of each batch of the last step that counts.
     """
 
     seconds: float
@@ -58,6 +83,7 @@ class Simulation:
     edges: Mapping[str, float]
     tiers: tuple[TierStatistics, ...]
     plan: StepPlan | None = None
+    marks: tuple[Spent, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def bytes_read(self) -> float:
@@ -73,16 +99,6 @@ class Simulation:
     def stall_seconds(self) -> float:
         """Seconds of a step in which the computation waited."""
         return sum(self.stalls.values())
-
-
-@dataclass(slots=True)
-class _Totals:
-    """Running sums at the end of a step."""
-
-    seconds: float = 0.0
-    phases: dict[str, float] = field(default_factory=dict)
-    stalls: dict[str, float] = field(default_factory=dict)
-    busy: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
 
 
 def simulate(design: Design, *, with_plan: bool = False) -> Simulation:
@@ -103,36 +119,37 @@ def simulating(design: Design, *, with_plan: bool = False) -> Generator[None, No
     world = World(design)
     compute = compute_actor(world, UpdateActor(world))
     steps: list[StepStatistics] = []
-    totals = [_totals(world, compute)]
+    marks: list[Spent] = []
+    compute.batch_ended = lambda: marks.append(_spent(world, compute))
+    totals = [_spent(world, compute)]
     while len(steps) < _MOST_STEPS and not _is_steady(steps):
+        marks.clear()
         yield from _run_step(world, compute)
         steps.append(world.counters.step())
-        totals.append(_totals(world, compute))
+        totals.append(_spent(world, compute))
+    counted = tuple(marks)
     actions: list[Action] = []
     if with_plan:
         world.listen(actions.append)
         yield from _run_step(world, compute)
     world.residency.check_invariants()
-    before, after = totals[-1 - _COUNTED], totals[-1]
-    steady = steps[-_COUNTED:]
-    names = dict.fromkeys(edge.name for step in steady for edge in step.edges)
-    computing, updating, reading, writing = (
-        (late - early) / _COUNTED for late, early in zip(after.busy, before.busy, strict=True)
-    )
+    step = totals[-1].each(totals[-1 - _COUNTED], _COUNTED)
+    computing, updating, reading, writing = step.busy
     return Simulation(
-        seconds=(after.seconds - before.seconds) / _COUNTED,
-        phases=_difference(after.phases, before.phases, _COUNTED),
-        stalls=_difference(after.stalls, before.stalls, _COUNTED),
+        seconds=step.seconds,
+        phases=step.phases,
+        stalls=step.stalls,
         computing=computing,
         updating=updating,
         reading=reading,
         writing=writing,
-        edges={name: sum(step.edge(name).nbytes for step in steady) / _COUNTED for name in names},
+        edges=step.edges,
         tiers=tuple(
             TierStatistics(tier.name, arena.capacity, arena.reserved, arena.high_water)
             for tier, arena in sorted(world.residency.chain.arenas.items())
         ),
         plan=StepPlan(tuple(actions), _kept(world)) if with_plan else None,
+        marks=counted,
     )
 
 
@@ -158,13 +175,10 @@ def _run_step(world: World, compute: ComputeActor) -> Generator[None, None, None
         raise CapacityError(f"the simulated step stands still; waited for: {', '.join(map(str, waiting[:8]))}")
 
 
-def _totals(world: World, compute: ComputeActor) -> _Totals:
+def _spent(world: World, compute: ComputeActor) -> Spent:
     busy = (*world.cores.busy, *world.drive.busy)
-    return _Totals(world.clock.now, dict(compute.phases), dict(world.stalls), busy)
-
-
-def _difference(late: Mapping[str, float], early: Mapping[str, float], count: int) -> dict[str, float]:
-    return {name: (value - early.get(name, 0.0)) / count for name, value in late.items()}
+    edges = {edge.name: float(edge.nbytes) for edge in world.counters.snapshot().total.edges}
+    return Spent(world.clock.now, dict(compute.phases), dict(world.stalls), busy, edges)
 
 
 def _kept(world: World) -> dict[str, int]:

@@ -1,9 +1,9 @@
-"""A long step seen through two short ones: fewer of its equal units, or batches, and the straight line through both.
+"""A long step seen through two short ones: fewer of its equal units, and the straight line through both.
 
-Owns which units repeat, the design of a step with fewer of them, or fewer batches, and the drawing of the line. Does
-not simulate. Guarantees that every unit, tile and request that is left has its real size, that what is in use at one
-time has as many bytes as in the whole step, that of the rest of the budget and of the states the same share is left,
-and that what grows by the same amount with each unit, or batch, comes out exactly.
+Owns which units repeat, the design of a step with fewer of them, and the drawing of the line. Does not simulate.
+Guarantees that every unit, tile and request that is left has its real size, that what is in use at one time has as many
+bytes as in the whole step, that of the rest of the budget and of the states the same share is left, and that what grows
+by the same amount with each unit comes out exactly.
 
 Why a line: behind its first few units a step of equal units does the same for each of them, so seconds and bytes
 grow with their number by a constant amount; what the ends of a step and the pages in use cost is there in both short
@@ -207,23 +207,16 @@ def _on_device(design: Design) -> int:
     )
 
 
-def with_batches(design: Design, batches: int) -> Design:
-    """The same step with another number of batches. Only how often they come differs: budgets and shares stay."""
-    return replace(design, workload=replace(design.workload, batches=batches))
-
-
 def drawn_out(
     short: tuple[Design, Simulation],
     longer: tuple[Design, Simulation],
     whole: Design,
-    *,
-    size: Callable[[Workload], int] = lambda workload: workload.parameters,
 ) -> Simulation:
-    """What the simulation of `whole` would say, on the line through two of the same step with fewer units or batches.
+    """What the simulation of `whole` would say, on the line through two of the same step with fewer units.
 
-    `size`: what there is less of. What the plan does is that of the longer one.
+    What the plan does is that of the longer one.
     """
-    at = [float(size(design.workload)) for design in (short[0], longer[0], whole)]
+    at = [float(design.workload.parameters) for design in (short[0], longer[0], whole)]
     reach = (at[2] - at[0]) / (at[1] - at[0])
 
     def number(one: float, other: float) -> float:
