@@ -96,6 +96,8 @@ def _named(model: str | None, model_option: str | None, parameters: str | None) 
             "expected one of MODEL, --model and --parameters; such as llama-8b, or --parameters 70B"
         )
     named = model_option if model is None else model
+    if named == "":
+        raise typer.BadParameter("expected the name of a model, or a config.json, found nothing")
     count = parameters if named is None or not is_count(named) else named
     with options.wrong_usage():
         if count is not None:
