@@ -57,6 +57,7 @@ NEVER = [
     (BENCH, "--size", "20G", "expected one of the units"),
     (BENCH, "--size", "100", "expected at least 4096 bytes, found '100'"),
     (BENCH, "--block-size", "big", "expected a size"),
+    (BENCH, "--block-size", "0", "--block-size: expected a positive multiple of 4096 bytes, found '0'"),
     (BENCH, "--steady-bytes", "-1", "expected a size"),
     (BENCH, "--steady-seconds", "nan", "Invalid value"),
     (BENCH, "--seconds", "inf", "expected a positive number, found inf"),

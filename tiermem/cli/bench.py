@@ -33,6 +33,11 @@ def _check_size(text: str) -> None:
         raise ConfigError(f"expected at least {ALIGNMENT} bytes, found {text!r}")
 
 
+def _check_block(text: str) -> None:
+    if parse_bytes(text) < 1 or parse_bytes(text) % ALIGNMENT:
+        raise ConfigError(f"expected a positive multiple of {ALIGNMENT} bytes, found {text!r}")
+
+
 Directories = Annotated[
     list[Path], path_option("--dir", help="Directory to measure; repeatable: then alone, and striped together.")
 ]
@@ -41,7 +46,7 @@ Size = Annotated[
 ]
 Seconds = Annotated[float, typer.Option("--seconds", help="Seconds for each pattern, shared by its settings.")]
 BlockSizes = Annotated[
-    list[str] | None, checked_option("--block-size", parse_bytes, help="Bytes of a request, such as 8MiB; repeatable.")
+    list[str] | None, checked_option("--block-size", _check_block, help="Bytes of a request, such as 8MiB; repeatable.")
 ]
 QueueDepths = Annotated[
     list[int] | None, typer.Option("--queue-depth", help="Requests in flight on each device; repeatable.")
