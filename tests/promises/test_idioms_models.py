@@ -613,6 +613,32 @@ def test_functional_calls_and_vmap_work_and_functional_gradients_are_refused(tmp
         assert torch.equal(model(x), expected)
 
 
+class WithSlope(nn.Linear):
+    """Adds the slope of a function without parameters to its result."""
+
+    functional = False
+
+    def forward(self, x):
+        result = super().forward(x)
+        if self.functional:
+            return result + torch.func.grad(lambda value: value.sin().sum())(result.detach())
+        with torch.enable_grad():
+            point = result.detach().requires_grad_()
+            return result + torch.autograd.grad(point.sin().sum(), point)[0]
+
+
+def test_a_functional_gradient_within_a_forward_is_torchs_error_and_one_of_autograd_works(tmp_path):
+    model, x = nn.Sequential(WithSlope(6, 6), WithSlope(6, 6)), torch.randn(4, 6)
+    expected = model(x)
+    model[1].functional = True
+    assert torch.allclose(model(x), expected)
+    with offload(model, tmp_path):
+        with pytest.raises(RuntimeError, match="saved tensor hooks"):
+            model(x)
+        model[1].functional = False
+        assert torch.equal(model(x), expected)
+
+
 @pytest.mark.filterwarnings("ignore:.*deprecated.*", "ignore::torch.jit.TracerWarning")
 def test_what_records_a_model_records_it_gathered(tmp_path):
     model = mlp()
