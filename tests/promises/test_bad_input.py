@@ -657,8 +657,9 @@ def test_what_keeps_no_thread_from_closing(tmp_path):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    with model[0].register_forward_hook(interrupt), pytest.raises(KeyboardInterrupt):
-        model(x)
+    def call_interrupted() -> None:
+        with model[0].register_forward_hook(interrupt), pytest.raises(KeyboardInterrupt):
+            model(x)
 
     def another_model(amid):
         other = torch.ones(2, requires_grad=True)
@@ -673,7 +674,9 @@ def test_what_keeps_no_thread_from_closing(tmp_path):
             with pytest.raises(KeyboardInterrupt):
                 runtime.close(restore_model=True)
 
-    with _Amid(another_model), ThreadPoolExecutor(1) as elsewhere:
+    # The interrupted call in a thread that goes on: its saved-tensor hooks stay there, and end with it.
+    with ThreadPoolExecutor(1) as interrupted, _Amid(another_model), ThreadPoolExecutor(1) as elsewhere:
+        interrupted.submit(call_interrupted).result(60)
         elsewhere.submit(close_elsewhere).result(60)
         assert torch.equal(model(x), expected)
         elsewhere.submit(runtime.close).result(60)
