@@ -148,9 +148,8 @@ def rates_of(alone: Measured, paged: Measured, numel: int, beside: float) -> Rat
 def beside_io(alone: Measured, paged: Measured, work: Workload, machine: Machine, settings: PlanSettings) -> float:
     """How much longer computation takes while bytes move, as in `planner.machine.Host`.
 
-    It is what makes a simulated step take as long as the `paged` one. To be found from a timeline it would have to be
-    told apart which of the seconds were lost to bytes, and which to the update that came with them; and whatever else
-    the simulation leaves out would be missing.
+    It is what makes a simulated step take as long as the `paged` one. A timeline does not tell which seconds were lost
+    to bytes and which to the update that came with them, nor what else the simulation leaves out.
 
     Args:
         alone: where everything stays in memory, with `update="step"`: what units take.

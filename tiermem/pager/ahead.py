@@ -26,7 +26,7 @@ from tiermem.pager.room import Room
 from tiermem.pager.schedule import Schedule, Step
 
 # How many coming accesses a look takes in; its real bound is in bytes, this one bounds the work.
-_COMING = 256
+COMING = 256
 # A look is repeated after this fraction of the accesses it saw has passed.
 _PATIENCE = 8
 
@@ -237,7 +237,7 @@ class Ahead:
         """What is accessed next on the tier, each page once; notes where, also of what stays there (leased, kept)."""
         pages, chain, compute, host = self._residency.pages, self._residency.chain, Lane.COMPUTE, Tier.HOST
         top, settled, transit = chain.top, chain.settled, Kind.TRANSIT
-        for position, lane, key in self._residency.forecast.upcoming(_COMING):
+        for position, lane, key in self._residency.forecast.upcoming(COMING):
             self._seen += 1
             if key in positions:
                 continue

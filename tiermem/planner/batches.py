@@ -16,12 +16,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from tiermem.pager.ahead import COMING
 from tiermem.planner.design import Design
 from tiermem.planner.simulate import Simulation, Spent
 from tiermem.zero3.order import Phase
 
-# Accesses that the pager looks ahead at most, as in `pager.ahead`.
-_COMING = 256
 # Batches behind which memory holds what it goes on to hold; no more than so many are left in all.
 _MOST = 64
 
@@ -38,7 +37,7 @@ class Excerpt:
         workload = design.workload
         gradients = (access.unit for access in workload.order if access.phase is Phase.GRADIENT)
         accesses = len(workload.order) + sum(design.tiles(unit) for unit in gradients)
-        return min(_MOST, self.first + self.looked_at + _COMING // max(1, accesses) + 2)
+        return min(_MOST, self.first + self.looked_at + COMING // max(1, accesses) + 2)
 
     def continued(self, found: Simulation, batches: int) -> Simulation:
         """What the simulation of the same step with so many batches would say; `found` is that of a shorter one."""
