@@ -1,15 +1,18 @@
 """The process a runtime lives in.
 
-Owns the number of that process, and the start of its threads. Does not know runtimes. Guarantees that a forked child,
-to which neither the threads nor the memory of a runtime come along, is told so instead of waiting for ever for threads
-it does not have; so does whoever may not start one.
+Owns the number of that process, the start of its threads, and the look at what another one of them is in. Does not
+know runtimes. Guarantees that a forked child, to which neither the threads nor the memory of a runtime come along, is
+told so instead of waiting for ever for threads it does not have; so does whoever may not start one.
 """
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 import threading
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from tiermem.errors import TiermemError
@@ -45,6 +48,25 @@ class HomeProcess:
                 f"this is a forked child of process {self._pid}, which has the runtime: neither its threads nor its "
                 "memory come along; leave the model alone here (data loader workers need the data only)"
             )
+
+
+def frames_of(thread: int) -> list[FrameType]:
+    """The calls that a thread of this process is in, the innermost first; it goes on meanwhile.
+
+    Up to Python 3.11 asking for a frame may collect garbage first, and a finalizer lets the thread leave that frame:
+    what is returned then is memory of something else. So nothing is collected here.
+    """
+    frames, collected = [], gc.isenabled()
+    try:
+        gc.disable()
+        frame = sys._current_frames().get(thread)  # noqa: SLF001 - documented
+        while frame is not None:
+            frames.append(frame)
+            frame = frame.f_back
+    finally:
+        if collected:
+            gc.enable()
+    return frames
 
 
 def start_thread(name: str, work: Callable[..., None], *arguments: Any) -> TiermemError | None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from tiermem.errors import TiermemError
-from tiermem.process import HomeProcess
+from tiermem.process import HomeProcess, frames_of
 
 
 class Turn:
@@ -125,12 +125,8 @@ class CallStack(threading.local):
 
 def _is_within(thread: int) -> bool:
     """Whether a thread is in something of torch's or ours, as in a call of a module."""
-    frame = sys._current_frames().get(thread)  # noqa: SLF001 - documented
-    while frame is not None:
-        if str(frame.f_globals.get("__name__")).partition(".")[0] in ("torch", "tiermem"):
-            return True
-        frame = frame.f_back
-    return False
+    modules = (str(frame.f_globals.get("__name__")) for frame in frames_of(thread))
+    return any(module.partition(".")[0] in ("torch", "tiermem") for module in modules)
 
 
 def _is_running(module: nn.Module) -> bool:

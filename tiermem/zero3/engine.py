@@ -16,6 +16,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 import torch
 
 from tiermem.errors import InvariantError, TiermemError
+from tiermem.process import frames_of
 
 Pack = Callable[[torch.Tensor], Any]
 Unpack = Callable[[Any], torch.Tensor]
@@ -112,14 +113,8 @@ def backward_number() -> int:
 def backward_elsewhere() -> str | None:
     """The name of another thread that waits for a backward of its own, of whatever model, or None."""
     begun = torch.autograd.graph._engine_run_backward.__code__  # noqa: SLF001 - what every way into the engine calls
-    frames = sys._current_frames()  # noqa: SLF001 - documented
-    for thread in threading.enumerate():
-        frame = None if thread is threading.current_thread() else frames.get(thread.ident or 0)
-        while frame is not None:
-            if frame.f_code is begun:
-                return thread.name
-            frame = frame.f_back
-    return None
+    others = (thread for thread in threading.enumerate() if thread is not threading.current_thread())
+    return next((one.name for one in others if any(frame.f_code is begun for frame in frames_of(one.ident or 0))), None)
 
 
 def call_at_backward_end(function: Callable[[], None]) -> None:
