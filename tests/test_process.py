@@ -60,3 +60,36 @@ def test_no_garbage_is_collected_while_the_frames_are_asked_for(collected, withi
         (gc.enable if collecting else gc.disable)()
     assert (amid, len(frames)) == ([], 10)
     assert enabled is collected
+
+
+def test_a_generator_that_is_left_while_it_is_looked_at_hides_nobody():
+    """Once left, it no longer says by whom it was called; so a thread inside a model was taken for one outside."""
+    inside, looked, left, going_on = (threading.Event() for _ in range(4))
+
+    def waits():
+        inside.set()
+        yield looked.wait(60)
+
+    def call() -> None:
+        for _ in waits():
+            left.set()
+            going_on.wait(60)
+
+    def let_go_on(_frame: object, event: str, called: object) -> None:
+        if event == "c_call" and getattr(called, "__name__", "") == "append" and not looked.is_set():
+            looked.set()
+            left.wait(60)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    assert inside.wait(60)
+    try:
+        sys.setprofile(let_go_on)
+        frames = frames_of(thread.ident)
+    finally:
+        sys.setprofile(None)
+        looked.set()
+        going_on.set()
+        thread.join(60)
+    assert left.is_set()
+    assert call.__code__ in [frame.f_code for frame in frames]

@@ -8,6 +8,7 @@ told so instead of waiting for ever for threads it does not have; so does whoeve
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import sys
 import threading
@@ -17,6 +18,11 @@ from typing import Any
 
 from tiermem.errors import TiermemError
 from tiermem.future import Future
+
+# Of a function that can be left and gone on with: once left it no longer knows who called it. A look at a thread that
+# ends with one was cut short so, and is repeated, this often at most.
+_LEFT = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+_LOOKS = 10
 
 _forks = [0]  # between this process and the first one: a look at it costs no system call
 
@@ -56,13 +62,18 @@ def frames_of(thread: int) -> list[FrameType]:
     Up to Python 3.11 asking for a frame may collect garbage first, and a finalizer lets the thread leave that frame:
     what is returned then is memory of something else. So nothing is collected here.
     """
-    frames, collected = [], gc.isenabled()
+    collected = gc.isenabled()
     try:
         gc.disable()
-        frame = sys._current_frames().get(thread)  # noqa: SLF001 - documented
-        while frame is not None:
-            frames.append(frame)
-            frame = frame.f_back
+        frames: list[FrameType] = []  # here: it may be what a collection begins with
+        for _ in range(_LOOKS):
+            frames.clear()
+            frame = sys._current_frames().get(thread)  # noqa: SLF001 - documented
+            while frame is not None:
+                frames.append(frame)
+                frame = frame.f_back
+            if not frames or not frames[-1].f_code.co_flags & _LEFT:
+                break
     finally:
         if collected:
             gc.enable()
