@@ -16,6 +16,7 @@ from types import CodeType, FrameType
 import pytest
 from doubles_signals import interrupted
 
+from tiermem.errors import TiermemError
 from tiermem.pager.loop import LoopThread
 from tiermem.pager.worker import Worker
 
@@ -250,3 +251,25 @@ def test_cancelling_the_wait_for_a_kernel_waits_for_its_end(mailbox: Mailbox) ->
     assert order == ["kernel", "cancelled"]
     mailbox.close()
     worker.close()
+
+
+def test_a_thread_that_has_the_number_of_the_one_that_has_ended_is_not_it(mailbox: Mailbox) -> None:
+    """What it asked for was done there, on a loop that is closed; and closing once more was said to be a bug."""
+    number = mailbox.loop._thread.ident
+    mailbox.close()
+    told: list[str] = []
+
+    def ask() -> None:
+        if threading.get_ident() == number:
+            with pytest.raises(TiermemError, match="the pager is closed"):
+                mailbox.loop.call(lambda: told.append("ran"))
+            mailbox.loop.finish(mailbox._last)
+            told.append("refused")
+
+    for _ in range(100):
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join()
+    if not told:
+        pytest.skip("this system gives no number of a thread out again")
+    assert set(told) == {"refused"}

@@ -55,7 +55,8 @@ class LoopThread:
     @property
     def is_current(self) -> bool:
         """Whether the caller is on the loop's thread."""
-        return threading.get_ident() == self._thread.ident
+        # Both: a thread that has ended leaves its number to a later one.
+        return threading.get_ident() == self._thread.ident and threading.current_thread() is self._thread
 
     @property
     def is_foreign(self) -> bool:
