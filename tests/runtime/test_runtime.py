@@ -530,6 +530,19 @@ def test_closing_twice_and_as_a_context(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_close_waits_for_its_own_thread_too(tmp_path, monkeypatch):
+    """A fork right behind it was one beside threads, of which Python warns."""
+    run, before = threading.Thread.run, threading.enumerate()
+
+    def linger(thread):
+        run(thread)
+        time.sleep(0.1)
+
+    monkeypatch.setattr(threading.Thread, "run", linger)
+    tiermem.offload(nn.Linear(4, 4), config_for(tmp_path, "1MiB", "step")).close()
+    assert [thread.name for thread in threading.enumerate() if thread not in before] == []
+
+
 def test_a_closed_runtime_is_not_entered(tmp_path):
     runtime = tiermem.offload(Stack(), config_for(tmp_path, "1MiB", "step"))
     runtime.close()

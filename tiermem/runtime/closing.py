@@ -19,7 +19,7 @@ from torch import nn
 
 from tiermem.errors import CopyError, TiermemError
 from tiermem.future import Future
-from tiermem.process import start_thread
+from tiermem.process import begin
 from tiermem.registry import registry
 from tiermem.runtime.company import leave_directories
 from tiermem.runtime.storage import close_all
@@ -121,12 +121,14 @@ def refuse_to_close(scheduler: GatherScheduler, *, lent: bool) -> None:
 class Ending:
     """What is done once, and to its end: on a thread of its own, as interrupts and signal handlers come to the first.
 
-    Who is interrupted while he waits goes on; the program's end waits for it.
+    Who is interrupted while he waits goes on; the program's end waits for it. Who is not finds that thread gone, too:
+    Python warns of a fork beside any thread.
     """
 
     def __init__(self) -> None:
         self._begins = threading.Lock()
         self._over: Future[None] = Future()
+        self._threads: list[threading.Thread] = []
 
     def run(self, end: Callable[[], None]) -> None:
         """Have `end()` called, unless somebody has; wait for it. Raises its error."""
@@ -141,8 +143,20 @@ class Ending:
             else:
                 self._over.set_result(None)
 
-        if not self._over.done() and start_thread("tiermem-close", carry_out) is not None:
-            carry_out()  # no more threads, or the interpreter is ending
+        def beside() -> None:
+            self._threads.append(threading.current_thread())  # whoever starts it may be interrupted before he can
+            carry_out()
+
+        if not self._over.done():
+            thread = threading.Thread(target=beside, name="tiermem-close")
+            try:
+                begin(thread)
+                self._threads.append(thread)
+            except TiermemError:  # no more threads, or the interpreter is ending
+                carry_out()
+        self._over.exception()
+        for thread in self._threads:
+            thread.join()
         self._over.result()
 
     def then(self, function: Callable[[], object]) -> None:
