@@ -9,6 +9,7 @@ import gc
 import itertools
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -531,9 +532,11 @@ def test_a_commit_or_snapshot_interrupted_as_it_starts_holds_nobody_up(verb, beg
     where = commits if verb == "commit" else snapshots
     real = where.start_thread
 
-    def interrupted(*arguments):
+    def interrupted(name, work, pending, *arguments):
         if begun:
-            real(*arguments)
+            real(name, work, pending, *arguments)
+            while not pending._begins.locked():  # else it may be given up before its thread comes to it
+                time.sleep(0.001)
         raise KeyboardInterrupt
 
     def keep(step: int):
