@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ from tiermem.checkpoint.conversion import find_origins
 from tiermem.checkpoint.naming import Expected, Rules, match
 from tiermem.checkpoint.pieces import Divide, Join, Origin, Piece, Recipe, Stack
 from tiermem.checkpoint.pieces import Transpose as Transposed
-from tiermem.checkpoint.tensor_file import TensorInfo
+from tiermem.checkpoint.tensor_file import TensorInfo, TensorLoader
 from tiermem.checkpoint.weights import open_weights
 
 OLDER = Version(transformers.__version__) < Version("5.23")
@@ -512,16 +513,22 @@ class Held(TorchDispatchMode):
         self.now -= nbytes
 
 
+@pytest.fixture
+def loader() -> Iterator[TensorLoader]:
+    with TensorLoader() as loader:
+        yield loader
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("strided", [False, True])
 def test_beside_the_parameter_a_block_is_held(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, strided: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loader: TensorLoader, dtype: torch.dtype, strided: bool
 ) -> None:
     block = 128
     plain = saved(tmp_path / "saved", max_shard_size="10KB")
     with torch.device("meta"):
         model = mixtral().to(dtype)
-    source = open_weights(tmp_path / "saved", model)
+    source = open_weights(tmp_path / "saved", model, loader)
     monkeypatch.setattr(weights_module, "BLOCK_NBYTES", block)
     for name, parameter in plain.named_parameters():
         values = torch.full(parameter.shape, torch.nan, dtype=dtype)
@@ -536,12 +543,12 @@ def test_beside_the_parameter_a_block_is_held(
 
 @pytest.mark.parametrize("fault", ["EIO", "cut short"])
 def test_a_fault_in_the_middle_of_a_merged_parameter(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loader: TensorLoader, fault: str
 ) -> None:
     saved(tmp_path / "saved", max_shard_size="10KB")
     with torch.device("meta"):
         model = mixtral()
-    source = open_weights(tmp_path / "saved", model)
+    source = open_weights(tmp_path / "saved", model, loader)
     own = "model.layers.1.mlp.experts.gate_up_proj"
     piece = f"model.layers.1.block_sparse_moe.experts.{EXPERTS // 2}.w3.weight"
     index = json.loads((tmp_path / "saved" / "model.safetensors.index.json").read_text())
@@ -563,10 +570,10 @@ def test_a_fault_in_the_middle_of_a_merged_parameter(
         source.fill((own,), torch.empty(model.get_parameter(own).shape))
 
 
-def test_pieces_that_are_not_the_whole_are_a_bug(tmp_path: Path) -> None:
+def test_pieces_that_are_not_the_whole_are_a_bug(tmp_path: Path, loader: TensorLoader) -> None:
     saved(tmp_path / "saved")
     file, info = weights_module.find_tensors(tmp_path / "saved")["model.norm.weight"]
-    source = weights_module.PretrainedWeights({"a": [(file, Piece(info))], "b": []})
+    source = weights_module.PretrainedWeights({"a": [(file, Piece(info))], "b": []}, None, loader)
     assert source.fill(("a",), torch.empty(16))
     for name, shape in (("a", (2, 16)), ("b", (16,))):
         with pytest.raises(tiermem.InvariantError, match="pieces are not"):

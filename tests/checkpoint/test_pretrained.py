@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import swap
 import tiermem
 from swap.syscalls import SystemCalls
 from tiermem.checkpoint.weights import find_tensors
+from tiermem.zero3.materialize import Materializer
 
 TOKENS = torch.arange(24).reshape(2, 12) % 64
 
@@ -221,6 +223,50 @@ def test_weights_are_those_of_from_pretrained(tmp_path: Path, make: Any, shard: 
             values = plain.get_parameter(name).detach()
             assert torch.equal(runtime.parameter(parameter), values.to(getattr(torch, param))), name
             assert torch.equal(runtime.master(parameter), values), name
+
+
+def test_weights_open_a_file_for_its_header_and_for_all_its_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One at a time, and none at the end: it had been opened for each parameter."""
+    gpt2().save_pretrained(tmp_path / "saved", max_shard_size="20KB")
+    shards = sorted((tmp_path / "saved").glob("*.safetensors"))
+    opened: list[str] = []
+    open_file = SystemCalls.open
+
+    def noting(self: SystemCalls, path: str, flags: int, mode: int = 0o600) -> int:
+        opened.append(path)
+        return open_file(self, path, flags, mode)
+
+    monkeypatch.setattr(SystemCalls, "open", noting)
+    _, runtime = offloaded(gpt2, tmp_path / "swap", weights=tmp_path / "saved")
+    with runtime:
+        assert not open_now().intersection(shards)
+    assert [opened.count(str(path)) for path in shards] == [2] * len(shards)
+    assert len(shards) > 1
+
+
+def test_weights_that_fail_in_the_middle_leave_no_file_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpt2().save_pretrained(tmp_path / "saved")
+    path, run = tmp_path / "saved" / "model.safetensors", Materializer.run
+
+    def cutting(self: Materializer, *args: Any) -> Any:
+        os.truncate(path, path.stat().st_size - 4)  # after its header was looked at
+        return run(self, *args)
+
+    monkeypatch.setattr(Materializer, "run", cutting)
+    with pytest.raises(swap.FormatError, match="cut short"):
+        offloaded(gpt2, tmp_path / "swap", weights=tmp_path / "saved")
+    assert path not in open_now()
+
+
+def open_now() -> set[Path]:
+    """The files that this process has open."""
+    found = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # the listing's own
+            found.add(entry.readlink())
+    return found
 
 
 def test_the_prefix_of_a_base_model_is_added_and_removed(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ class TensorReader:
 
 
 class TensorLoader(ExitStack):
-    """Tensors of several files, one of which is open at a time: the last. At the end of a `with` none is."""
+    """Reads several files, one of which is open at a time: the last. At the end of a `with` none is."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,12 +123,16 @@ class TensorLoader(ExitStack):
         """One tensor, in memory of its own. Raises SwapIOError, FormatError where the file ends before."""
         info = file.tensors[name]
         values = torch.empty(info.shape, dtype=info.dtype, device="cpu")
+        self.reader(file).read(bytes_of(values), info.offset)
+        return values
+
+    def reader(self, file: TensorFile) -> TensorReader:
+        """The file, open until another one is asked for. Raises SwapIOError."""
         if self._reader is None or self._file is not file:
             self._reader = None
             self.close()
             self._file, self._reader = file, self.enter_context(file.reading())
-        self._reader.read(bytes_of(values), info.offset)
-        return values
+        return self._reader
 
 
 def open_tensors(path: Path) -> TensorFile:

@@ -12,7 +12,6 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from tiermem.checkpoint.tensor_file import (
     BLOCK_NBYTES,
     TensorFile,
     TensorInfo,
+    TensorLoader,
     TensorReader,
     bytes_of,
     open_tensors,
@@ -46,10 +46,13 @@ _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 class PretrainedWeights:
     """Tensors of one or several files, by the names of one model. A `WeightSource`; made by `open_weights`."""
 
-    def __init__(self, places: Mapping[str, Sequence[tuple[TensorFile, Piece]]], generation: Any | None = None) -> None:
+    def __init__(
+        self, places: Mapping[str, Sequence[tuple[TensorFile, Piece]]], generation: Any | None, loader: TensorLoader
+    ) -> None:
         """`places`: for the first name of each parameter or buffer, where its pieces are; `generation`: see there."""
         self._places = places
         self._generation = generation
+        self._loader = loader
 
     def dtype_of(self, names: tuple[str, ...], own: torch.dtype) -> torch.dtype | None:
         """The model's own dtype, as `from_pretrained` converts; None if it is not there."""
@@ -65,12 +68,9 @@ class PretrainedWeights:
             return False
         if sum(piece.info.numel for _, piece in pieces) != values.numel():  # it would be read without an error
             raise InvariantError(f"{names[0]}: its {len(pieces)} pieces are not {list(values.shape)} together")
-        in_order = sorted(pieces, key=lambda each: (each[0].path, each[1].info.offset))
-        for _, group in groupby(in_order, key=lambda each: each[0].path):
-            of_file = list(group)
-            with of_file[0][0].reading() as reader, torch.no_grad():
-                for _, piece in of_file:
-                    _read(reader, piece.info, piece.place(values.detach()))
+        with torch.no_grad():
+            for file, piece in sorted(pieces, key=lambda each: (each[0].path, each[1].info.offset)):
+                _read(self._loader.reader(file), piece.info, piece.place(values.detach()))
         return True
 
     def fill_others(self, model: nn.Module) -> None:
@@ -83,10 +83,13 @@ class PretrainedWeights:
                 fill_buffer(model, name, buffer, values)
 
 
-def open_weights(path: str | os.PathLike[str], model: nn.Module, *, partial: bool = False) -> PretrainedWeights:
+def open_weights(
+    path: str | os.PathLike[str], model: nn.Module, loader: TensorLoader, *, partial: bool = False
+) -> PretrainedWeights:
     """Look at the headers of a safetensors file, or of a Hugging Face folder, and at how they fit `model`.
 
-    With `partial` parameters may be missing: somebody else gives them values.
+    Values are read by `loader`, which is the caller's to close. With `partial` parameters may be missing: somebody else
+    gives them values.
 
     Raises:
         ConfigError: there is nothing to read, or it does not fit the model; names everything that does not.
@@ -111,6 +114,7 @@ def open_weights(path: str | os.PathLike[str], model: nn.Module, *, partial: boo
     return PretrainedWeights(
         {own: [(tensors[piece.info.name][0], piece) for piece in pieces] for own, pieces in result.found.items()},
         generation_beside(model, path),
+        loader,
     )
 
 

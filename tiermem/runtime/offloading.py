@@ -17,6 +17,7 @@ from torch import nn
 
 from swap import SwapInUseError
 from tiermem.checkpoint.restoring import SnapshotWeights
+from tiermem.checkpoint.tensor_file import TensorLoader
 from tiermem.checkpoint.weights import open_weights
 from tiermem.config import Config, parse_dtype
 from tiermem.errors import ConfigError, ResumeError
@@ -86,11 +87,11 @@ def offload(
     """
     company = find_company(_checked(config), mesh)
     try:
-        with outside_inference():  # what the runtime keeps will be written outside of it
+        with outside_inference(), TensorLoader() as loader:  # what the runtime keeps will be written outside of it
             company.together("take the model", lambda: _check_kinds(model, weights, init))
             own = own_directories(config, company)
             beginning = _find_beginning(own, company, resume)
-            source = _find_source(beginning, model, weights, partial=init is not None, compare=config.verify != "never")
+            source = _find_source(own, beginning, model, weights, loader, partial=init is not None)
             blueprint = draw(model, own, units, beginning, company, _keeping(keep, keep_dtype), coalesce)
             require_alike(model, blueprint, own, company, values=_source_in_words(beginning, source))
             return _begin(model, partial(build, blueprint, own, beginning, company, init=init, weights=source), config)
@@ -187,14 +188,20 @@ def _source_in_words(beginning: Beginning, source: WeightSource | None) -> str:
 
 
 def _find_source(
-    beginning: Beginning, model: nn.Module, weights: str | os.PathLike[str] | None, *, partial: bool, compare: bool
+    own: Config,
+    beginning: Beginning,
+    model: nn.Module,
+    weights: str | os.PathLike[str] | None,
+    loader: TensorLoader,
+    *,
+    partial: bool,
 ) -> WeightSource | None:
     """Where values come from, if not from the model or a commit. `partial`: some may be missing."""
     if beginning.manifest is not None:
         return None
     if beginning.snapshot is not None:
-        return SnapshotWeights(beginning.snapshot, model, compare=compare)
+        return SnapshotWeights(beginning.snapshot, model, compare=own.verify != "never")
     if weights is not None:
-        return open_weights(weights, model, partial=partial)
+        return open_weights(weights, model, loader, partial=partial)
     refuse_placeholders(model)
     return None
