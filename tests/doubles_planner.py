@@ -15,6 +15,7 @@ from torch import nn
 
 import tiermem
 from tiermem.errors import BudgetError
+from tiermem.memory.arena import rounded
 from tiermem.pager.ahead import Ahead
 from tiermem.pager.forecast import Forecast
 from tiermem.pager.page import Lane
@@ -22,7 +23,7 @@ from tiermem.pager.plan import Plan
 from tiermem.planner.actors import Steps, UpdateActor
 from tiermem.planner.clock import Signal, carried_out
 from tiermem.planner.exchanges import compute_actor
-from tiermem.planner.footprint import UnitSize, plan_footprint, rounded
+from tiermem.planner.footprint import UnitSize, plan_footprint
 from tiermem.planner.machine import Drive, Host, Machine
 from tiermem.planner.workload import UnitWork, Workload, order_of
 from tiermem.planner.world import World

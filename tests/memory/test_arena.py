@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from tiermem.errors import CapacityError, ConfigError, InvariantError
 from tiermem.memory import arena as arena_module
-from tiermem.memory.arena import FRAME_ALIGNMENT, Arena, Frame, HostArena, round_up
+from tiermem.memory.arena import FRAME_ALIGNMENT, Arena, Frame, HostArena, rounded
 from tiermem.memory.mapping import HUGE_PAGE, Mapping
 
 UNIT = FRAME_ALIGNMENT
@@ -195,7 +195,7 @@ def test_allocation_succeeds_whenever_the_budget_has_room(
     live: list[Frame] = []
     for mark, (allocate, number) in enumerate(steps):
         if allocate:
-            room = arena.reserved + round_up(number) <= arena.capacity
+            room = arena.reserved + rounded(number) <= arena.capacity
             frame = arena.allocate(number)
             assert (frame is not None) == room
             if frame is not None:

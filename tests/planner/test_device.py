@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiermem.errors import BudgetError
-from tiermem.memory.arena import Frame
+from tiermem.memory.arena import Frame, rounded
 from tiermem.memory.slab import SlabArena, TensorSlab
 from tiermem.memory.tiers import Tier
 from tiermem.pager.tiling import SMALLEST_TILE
@@ -25,7 +25,7 @@ from tiermem.planner.device import (
     plan_tiers,
     settled_nbytes,
 )
-from tiermem.planner.footprint import UnitSize, received_nbytes, rounded, state_tile_nbytes
+from tiermem.planner.footprint import UnitSize, received_nbytes, state_tile_nbytes
 
 MIB = 1 << 20
 PLENTY = 4 << 30

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiermem.errors import BudgetError
+from tiermem.memory.arena import rounded
 from tiermem.memory.sizes import format_bytes
 from tiermem.pager.tiling import SMALLEST_TILE
-from tiermem.planner.footprint import PASSING, Footprint, UnitSize, plan_footprint, rounded
+from tiermem.planner.footprint import PASSING, Footprint, UnitSize, plan_footprint
 from tiermem.planner.tilesizes import good_tiles
 
 MIB = 1 << 20

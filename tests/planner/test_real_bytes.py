@@ -18,9 +18,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import tiermem
 from tiermem.cli.modelwork import workload_of
+from tiermem.memory.arena import rounded
 from tiermem.pager.page import Kind
 from tiermem.planner.design import PlanSettings, make_design
-from tiermem.planner.footprint import rounded
 from tiermem.planner.machine import Device, Link
 from tiermem.planner.simulate import Simulation, simulate
 from tiermem.planner.thin import thinned

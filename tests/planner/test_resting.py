@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 import tiermem
 from tiermem.errors import BudgetError
+from tiermem.memory.arena import rounded
 from tiermem.pager.page import Kind, Lane
-from tiermem.planner.footprint import UnitSize, plan_footprint, rounded
+from tiermem.planner.footprint import UnitSize, plan_footprint
 from tiermem.planner.resting import resting_units
 from tiermem.planner.steps import plan_step
 from tiermem.planner.workload import order_of

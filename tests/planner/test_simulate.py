@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiermem.errors import CapacityError, ConfigError
+from tiermem.memory.arena import rounded
 from tiermem.memory.tiers import Tier
 from tiermem.pager.page import Kind, Lane
 from tiermem.pager.policy import choose_read_ahead
@@ -24,7 +25,6 @@ from tiermem.planner.design import (
     least_host_memory,
     make_design,
 )
-from tiermem.planner.footprint import rounded
 from tiermem.planner.machine import Device
 from tiermem.planner.retile import retiled
 from tiermem.planner.simulate import Simulation, simulate

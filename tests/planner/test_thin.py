@@ -14,11 +14,11 @@ from doubles_planner import MACHINE, run_steps, workload
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tiermem.memory.arena import rounded
 from tiermem.pager.tiling import SMALLEST_TILE
 from tiermem.planner.batches import COARSE, FINE, with_batches
 from tiermem.planner.design import Design, PlanSettings, least_host_memory, make_design
 from tiermem.planner.device import device_least, settled_nbytes
-from tiermem.planner.footprint import rounded
 from tiermem.planner.machine import Device, Link
 from tiermem.planner.parts import unit_sizes
 from tiermem.planner.predict import seconds_of_step, simulate_quickly

@@ -14,7 +14,7 @@ from doubles_training import Outcome, Trainee, check, plain
 from torch import nn
 
 import tiermem
-from tiermem.planner.footprint import rounded
+from tiermem.memory.arena import rounded
 from tiermem.runtime.blueprint import draw
 
 LAYERS, WIDTH, STEPS = 32, 64, 5

@@ -12,7 +12,8 @@ from doubles_training import MIB, Trainee, config_for, plain
 from torch import nn
 
 import tiermem
-from tiermem.planner.footprint import UnitSize, plan_footprint, rounded
+from tiermem.memory.arena import rounded
+from tiermem.planner.footprint import UnitSize, plan_footprint
 
 LAYERS = 200
 

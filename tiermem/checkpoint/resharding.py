@@ -20,6 +20,7 @@ from tiermem.checkpoint.restoring import damaged
 from tiermem.checkpoint.shard import Holding
 from tiermem.checkpoint.writing import finish_snapshot, write_buffers, write_part
 from tiermem.errors import ConfigError
+from tiermem.memory.rounding import round_up
 from tiermem.pager.tiling import ALIGN_NUMEL
 from tiermem.zero3.layout import Slot
 
@@ -44,7 +45,7 @@ class Portion:
         found = []
         for number, kept in enumerate(self._snapshot.manifest.parameters):
             share = -(-kept.numel // self._ranks)
-            part = -(-share // ALIGN_NUMEL) * ALIGN_NUMEL
+            part = round_up(share, ALIGN_NUMEL)
             first = min(self._rank * part, kept.numel)
             count = min(part, kept.numel - first)
             trained = kept.kind == TRAINED

@@ -16,6 +16,7 @@ import torch
 
 from tiermem.cli.shortage import shortage_of
 from tiermem.errors import ConfigError, TiermemError
+from tiermem.memory.rounding import round_up
 
 BYTE_VOCABULARY = 256
 LLAMA3_VOCABULARY = 128256
@@ -87,7 +88,7 @@ def find_model(model: str, *, vocabulary: int = BYTE_VOCABULARY, otherwise: str 
     if model in PRESETS:
         config = PRESETS[model].to_config()
         if config.vocab_size < vocabulary:
-            config.vocab_size = -(-vocabulary // 64) * 64
+            config.vocab_size = round_up(vocabulary, 64)
         return config
     if not model or not Path(model).exists():
         raise ConfigError(f'no preset and no file "{model}"; presets: {", ".join(PRESETS)}{otherwise}')

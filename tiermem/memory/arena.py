@@ -20,6 +20,7 @@ from tiermem.errors import CapacityError, ConfigError, InvariantError
 from tiermem.memory.budget import Budget
 from tiermem.memory.mapping import HUGE_PAGE, Mapping, tensor_over
 from tiermem.memory.ranges import Placement, RangeAllocator
+from tiermem.memory.rounding import round_down, round_up
 from tiermem.memory.sizes import format_bytes
 from tiermem.memory.tiers import Tier
 
@@ -28,9 +29,9 @@ FRAME_ALIGNMENT = max(4096, mmap.PAGESIZE)
 POISON = 0xFF  # in every byte: NaN in float32, float16 and bfloat16
 
 
-def round_up(nbytes: int) -> int:
-    """Return `nbytes` rounded up to whole frame alignments."""
-    return -(-nbytes // FRAME_ALIGNMENT) * FRAME_ALIGNMENT
+def rounded(nbytes: int) -> int:
+    """Bytes that a frame for `nbytes` bytes takes: whole frame alignments."""
+    return round_up(nbytes, FRAME_ALIGNMENT)
 
 
 class Fence(Protocol):
@@ -145,8 +146,8 @@ class LiveFrames:
         """Reserve a frame's bytes; return how many a frame of `nbytes` takes, None if the budget has no room now."""
         if nbytes < 1 or self._closed:
             raise InvariantError(f"a frame of {nbytes} bytes was asked of {'a closed' if self._closed else 'an'} arena")
-        rounded = round_up(nbytes)
-        return rounded if self._budget.try_reserve(rounded) else None
+        taken = rounded(nbytes)
+        return taken if self._budget.try_reserve(taken) else None
 
     def _forget(self, frame: Frame) -> None:
         """Take a frame out of those that are live; the bytes stay reserved."""
@@ -175,7 +176,7 @@ class HostArena(LiveFrames):
         super().__init__(Tier.HOST, capacity, poison=poison)
         if address_factor < 1:
             raise ConfigError(f"expected an address factor of 1 or more, found {address_factor}")
-        usable = capacity // FRAME_ALIGNMENT * FRAME_ALIGNMENT  # pages are given back whole, so the limit is whole too
+        usable = round_down(capacity, FRAME_ALIGNMENT)  # pages are given back whole, so the limit is whole too
         self._area_nbytes = usable * address_factor
         self._ranges = RangeAllocator(limit=usable, block=HUGE_PAGE)
         self._areas: list[Mapping] = []
@@ -186,31 +187,31 @@ class HostArena(LiveFrames):
                     f"the system denied {format_bytes(capacity)} of address space for HOST; lower host_memory, "
                     "or see `ulimit -v` and vm.overcommit_memory"
                 )
-            self._area_nbytes = round_up(max(usable, self._area_nbytes // 2))
+            self._area_nbytes = rounded(max(usable, self._area_nbytes // 2))
 
     def allocate(self, nbytes: int) -> Frame | None:
         """Return a frame of at least `nbytes`, or None if the budget has no room now. Never waits.
 
         Raises InvariantError for less than one byte or after `close`.
         """
-        rounded = self._reserve(nbytes)
-        if rounded is None:
+        length = self._reserve(nbytes)
+        if length is None:
             return None
-        placement = self._ranges.allocate(rounded)
+        placement = self._ranges.allocate(length)
         if placement is None and self._add_area():
-            placement = self._ranges.allocate(rounded)
+            placement = self._ranges.allocate(length)
         if placement is None:
-            self._budget.release(rounded)
+            self._budget.release(length)
             return None
         try:
             self._cool(placement)  # before the frame is touched: see the guarantee
         except BaseException:
             self._ranges.take_back(placement)
-            self._budget.release(rounded)
+            self._budget.release(length)
             raise
         area, offset = self._locate(placement.start)
-        area.use_whole(offset, rounded)
-        buffer = area.buffer(offset, rounded)
+        area.use_whole(offset, length)
+        buffer = area.buffer(offset, length)
         frame = Frame(placement.start, nbytes, tensor_over(buffer), buffer)
         if self._poison:
             frame.tensor.fill_(POISON)
@@ -233,7 +234,7 @@ class HostArena(LiveFrames):
 
         Only bytes count here: addresses are plenty.
         """
-        missing = round_up(nbytes) - self._budget.free
+        missing = rounded(nbytes) - self._budget.free
         going = []
         for frame in candidates:
             if missing <= 0:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tiermem.errors import InvariantError
+from tiermem.memory.rounding import round_down, round_up
 
 
 class Range(NamedTuple):
@@ -30,14 +31,6 @@ class Range(NamedTuple):
 
 def _by_length(part: Range) -> int:
     return part.end - part.start
-
-
-def _up(address: int, multiple: int) -> int:
-    return -(-address // multiple) * multiple
-
-
-def _down(address: int, multiple: int) -> int:
-    return address // multiple * multiple
 
 
 class RangeSet:
@@ -129,11 +122,11 @@ class Placement:
 
         Pages that move there need not be cleared by the system, as fresh ones are.
         """
-        places = [Range(_up(part.start, block), _down(part.end, block)) for part in self.cold]
+        places = [Range(round_up(part.start, block), round_down(part.end, block)) for part in self.cold]
         places = [place for place in places if place.length > 0][::-1]
         moves, left = [], []
         for part in self.cooled:
-            start, end = _up(part.start, block), _down(part.end, block)
+            start, end = round_up(part.start, block), round_down(part.end, block)
             at = part.start
             while start < end and places:
                 place = places.pop()
@@ -238,16 +231,16 @@ class RangeAllocator:
         Only starts that are a multiple of `multiple` count; None if no hole has room for one.
         """
         for run in sorted(self._warm.at_least(length), key=_by_length):
-            start = _up(run.start, multiple)
+            start = round_up(run.start, multiple)
             if start + length <= run.end:
                 return start
         best: tuple[int, int, int] | None = None
         for hole in self._free.at_least(length):
-            earliest, latest = _up(hole.start, multiple), _down(hole.end - length, multiple)
+            earliest, latest = round_up(hole.start, multiple), round_down(hole.end - length, multiple)
             if earliest > latest:
                 continue
             runs = self._warm.overlapping(hole.start, hole.end)
-            starts = {earliest, *(min(max(_down(run.start, multiple), earliest), latest) for run in runs)}
+            starts = {earliest, *(min(max(round_down(run.start, multiple), earliest), latest) for run in runs)}
             candidate = min((-self._warm.count(start, start + length), hole.length, start) for start in starts)
             if best is None or candidate < best:
                 best = candidate
@@ -257,7 +250,7 @@ class RangeAllocator:
         """Make `excess` warm addresses cold or more, shortest runs first: long ones can serve more lengths later."""
         cooled = []
         for run in sorted(self._warm, key=_by_length) if excess > 0 else ():
-            part = Range(max(run.start, _down(run.end - excess, self._block)), run.end)
+            part = Range(max(run.start, round_down(run.end - excess, self._block)), run.end)
             self._warm.remove(part.start, part.end)
             cooled.append(part)
             excess -= part.length

@@ -15,8 +15,9 @@ import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined,unused-ignore]
 
 from tiermem.errors import InvariantError
-from tiermem.memory.arena import FRAME_ALIGNMENT, POISON, Fence, Frame, LiveFrames, round_up
+from tiermem.memory.arena import FRAME_ALIGNMENT, POISON, Fence, Frame, LiveFrames, rounded
 from tiermem.memory.ranges import Range, RangeSet, cheapest_window
+from tiermem.memory.rounding import round_down
 from tiermem.memory.tiers import Tier
 
 _ASIDE = 2  # the low end is kept free for this many of the largest frames that pass through
@@ -100,11 +101,11 @@ class SlabArena(LiveFrames):
 
     def __init__(self, slab: Slab, tier: Tier, *, poison: bool = False, passing: int = 0) -> None:
         super().__init__(tier, slab.nbytes, poison=poison)
-        usable = slab.nbytes // FRAME_ALIGNMENT * FRAME_ALIGNMENT
+        usable = round_down(slab.nbytes, FRAME_ALIGNMENT)
         self._slab = slab
         self._free = RangeSet()
         self._free.add(0, usable)
-        self._passing = round_up(passing) if passing else 0
+        self._passing = rounded(passing) if passing else 0
         self._largest = self._middle = 0
         self._freed: list[_Freed] = []
 
@@ -113,16 +114,16 @@ class SlabArena(LiveFrames):
 
         Raises InvariantError for less than one byte or after `close`.
         """
-        rounded = self._reserve(nbytes)
-        if rounded is None:
+        length = self._reserve(nbytes)
+        if length is None:
             return None
-        start = self._place(rounded)
+        start = self._place(length)
         if start is None:
-            self._budget.release(rounded)
+            self._budget.release(length)
             return None
-        self._free.remove(start, start + rounded)
-        frame = self._slab.frame(start, nbytes, rounded)
-        frame.fences = self._fences(frame.offset, frame.offset + rounded)
+        self._free.remove(start, start + length)
+        frame = self._slab.frame(start, nbytes, length)
+        frame.fences = self._fences(frame.offset, frame.offset + length)
         if self._poison:
             self._slab.fill(frame, POISON)
         self._live[frame.offset] = frame
@@ -146,11 +147,11 @@ class SlabArena(LiveFrames):
 
         Of the places where the frame could lie it is the one that costs the fewest bytes of them.
         """
-        rounded = round_up(nbytes)
-        lowest = self._lowest(rounded)
+        length = rounded(nbytes)
+        lowest = self._lowest(length)
         able = [frame for frame in candidates if frame.offset >= lowest]
         taken = [Range(frame.offset, frame.offset + frame.nbytes) for frame in able]
-        chosen = cheapest_window(_above(lowest, self._free), taken, rounded)
+        chosen = cheapest_window(_above(lowest, self._free), taken, length)
         return None if chosen is None else [able[index] for index in chosen]
 
     def fence(self) -> Fence | None:

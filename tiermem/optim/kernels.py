@@ -30,6 +30,7 @@ from typing import NamedTuple
 import torch
 
 from tiermem.errors import InvariantError
+from tiermem.memory.rounding import round_down
 from tiermem.optim.blocks import BLOCK_NUMEL, HOST, BlockScratch, block_count
 from tiermem.optim.codebook import CodeBook, signed_book, unsigned_book
 from tiermem.optim.compiled import CompiledLoops, compiled_loops
@@ -59,7 +60,7 @@ def device_slice_numel(budget: int) -> int:
     """Elements of a slice on a device with a budget of `budget` bytes."""
     smallest, largest = _DEVICE_SLICES
     numel = min(max(budget // (_SCRATCH_ITEMSIZE * _SCRATCH_PART), smallest), largest)
-    return numel // ALIGN_NUMEL * ALIGN_NUMEL
+    return round_down(numel, ALIGN_NUMEL)
 
 
 class _Coded(NamedTuple):

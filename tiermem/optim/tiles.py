@@ -15,6 +15,7 @@ from functools import cached_property
 import torch
 
 from tiermem.errors import ConfigError, InvariantError
+from tiermem.memory.rounding import round_up
 from tiermem.optim.blocks import block_count
 from tiermem.pager.tiling import ALIGN_NUMEL, SMALLEST_TILE, TileRange, tile_count, tile_ranges
 
@@ -173,7 +174,7 @@ def state_itemsize(dtype: torch.dtype, *, quantized: bool) -> int:
 
 def aligned(nbytes: int) -> int:
     """`nbytes` rounded up to where the next plane begins."""
-    return -(-nbytes // PLANE_ALIGNMENT) * PLANE_ALIGNMENT
+    return round_up(nbytes, PLANE_ALIGNMENT)
 
 
 def _mix(cuts: list[tuple[TileRange, bool]]) -> Mixture:
@@ -182,6 +183,6 @@ def _mix(cuts: list[tuple[TileRange, bool]]) -> Mixture:
     for cut, quantized in cuts:
         place = taken[quantized]
         stretches.append(Stretch(cut.begin_in_tile, cut.length, quantized, place, blocks if quantized else 0))
-        taken[quantized] = place + -(-cut.length // ALIGN_NUMEL) * ALIGN_NUMEL
+        taken[quantized] = place + round_up(cut.length, ALIGN_NUMEL)
         blocks += block_count(cut.length) if quantized else 0
     return Mixture(tuple(stretches), taken[False], taken[True], blocks)

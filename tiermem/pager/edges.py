@@ -17,6 +17,7 @@ from swap.requests import Priority, Request
 from tiermem.memory.arena import FRAME_ALIGNMENT, Arena
 from tiermem.memory.copies import Done
 from tiermem.memory.devices import Device
+from tiermem.memory.rounding import round_down, round_up
 from tiermem.memory.tiers import Tier
 from tiermem.pager.extents import Extents
 from tiermem.pager.page import Kind, Lane, Page, PageKey, Transfer
@@ -82,7 +83,7 @@ class Chain:
 
     def room(self, nbytes: int) -> int:
         """Bytes that a frame for `nbytes` bytes takes."""
-        return -(-nbytes // self.alignment) * self.alignment
+        return round_up(nbytes, self.alignment)
 
     def capacity(self, tier: Tier) -> int:
         """Bytes that frames on `tier` may take: the budget without the part too small for a block."""
@@ -90,7 +91,7 @@ class Chain:
 
     @cached_property
     def _capacities(self) -> Mapping[Tier, int]:
-        return {tier: arena.capacity // self.alignment * self.alignment for tier, arena in self.arenas.items()}
+        return {tier: round_down(arena.capacity, self.alignment) for tier, arena in self.arenas.items()}
 
     def towards(self, start: Tier, target: Tier) -> Tier:
         """The neighbour of `start` on the way to `target`."""

@@ -11,12 +11,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tiermem.memory.arena import FRAME_ALIGNMENT
+from tiermem.memory.arena import FRAME_ALIGNMENT, rounded
+from tiermem.memory.rounding import round_down
 from tiermem.pager.page import Kind, PageKey
 from tiermem.pager.schedule import Schedule
 from tiermem.pager.tiling import tiles_in_turn
 from tiermem.planner.device import DeviceFootprint, device_least, device_most, least_below, plan_tiers, wished_tile
-from tiermem.planner.footprint import Footprint, kept_nbytes, least_budget, plan_footprint, rounded
+from tiermem.planner.footprint import Footprint, kept_nbytes, least_budget, plan_footprint
 from tiermem.planner.lines import DriveSpeed
 from tiermem.planner.machine import Link, Machine
 from tiermem.planner.parts import (
@@ -274,7 +275,7 @@ def device_memory(workload: Workload, machine: Machine, settings: PlanSettings) 
         tile, host = settings.tile_nbytes, settings.host_memory
         tile = tile or wished_tile(sizes, host, host + settings.beside_pages, settle=settle)
         nbytes = min(machine.device.memory, device_most(sizes, settle=settle, tile_nbytes=tile))
-    return nbytes // FRAME_ALIGNMENT * FRAME_ALIGNMENT
+    return round_down(nbytes, FRAME_ALIGNMENT)
 
 
 def least_device_memory(workload: Workload, machine: Machine, settings: PlanSettings) -> int:

@@ -30,15 +30,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tiermem.errors import BudgetError
+from tiermem.memory.arena import rounded
 from tiermem.pager.tiling import SMALLEST_TILE
 from tiermem.planner.footprint import (
     Footprint,
     UnitSize,
+    grad_tile_nbytes,
     least_budget,
     mean_state_itemsize,
     plan_footprint,
     received_nbytes,
-    rounded,
     state_tile_nbytes,
 )
 from tiermem.planner.resting import resting_nbytes
@@ -159,7 +160,7 @@ def _plan_above(
         nbytes=device,
         hold_tiles=roomy and alone,
         beside=roomy and not alone,
-        reserve=max((_tile(unit, tile_numel) for unit in units), default=0),
+        reserve=max((grad_tile_nbytes(unit, tile_numel) for unit in units), default=0),
         look_ahead=max(spare, left // 2),
         settled=settled,
         taken=_taken(units, tile_numel, roomy=roomy, updated=[units[number] for number in settled]),
@@ -180,8 +181,8 @@ def settled_nbytes(unit: UnitSize, tile_numel: int) -> int:
     """Bytes that a unit takes on the device whose parameters, gradients and state all stay there."""
     whole, rest = divmod(unit.trainable_numel, tile_numel)
     last = replace(unit, trainable_numel=rest, wide_numel=min(unit.wide_numel, rest))
-    tiles = whole * (_tile(unit, tile_numel) + state_tile_nbytes(unit, tile_numel))
-    return rounded(unit.param_nbytes) + tiles + _tile(last, tile_numel) + state_tile_nbytes(last, tile_numel)
+    tiles = whole * (grad_tile_nbytes(unit, tile_numel) + state_tile_nbytes(unit, tile_numel))
+    return rounded(unit.param_nbytes) + tiles + grad_tile_nbytes(last, tile_numel) + state_tile_nbytes(last, tile_numel)
 
 
 def _settled(units: Sequence[UnitSize], device: int, tile_numel: int, piece: int) -> tuple[int, ...]:
@@ -215,7 +216,7 @@ def _beside(units: Sequence[UnitSize], tile_numel: int, updated: Sequence[UnitSi
     if any(unit.ranks > 1 for unit in units):
         return _updated_by_ranks(units, tile_numel, updated)
     most = max(-(-unit.trainable_numel // tile_numel) for unit in units)
-    grad = max(_tile(unit, tile_numel) for unit in units)
+    grad = max(grad_tile_nbytes(unit, tile_numel) for unit in units)
     param = max(rounded(unit.param_nbytes) for unit in updated)
     state = max(state_tile_nbytes(unit, tile_numel) for unit in updated)
     held = param + grad + state
@@ -259,7 +260,7 @@ def leased_nbytes(units: Sequence[UnitSize], tile_numel: int, *, roomy: bool) ->
     """
     if any(unit.ranks > 1 for unit in units):
         return _needed_by_ranks(units, tile_numel, beside=roomy)
-    tile = max((_tile(unit, tile_numel) for unit in units), default=0)
+    tile = max((grad_tile_nbytes(unit, tile_numel) for unit in units), default=0)
     most = max((-(-unit.trainable_numel // tile_numel) for unit in units), default=0) if roomy else 1
 
     def of(unit: UnitSize) -> int:
@@ -270,10 +271,6 @@ def leased_nbytes(units: Sequence[UnitSize], tile_numel: int, *, roomy: bool) ->
         return max(gathered, written)
 
     return max(map(of, units), default=0)
-
-
-def _tile(unit: UnitSize, tile_numel: int) -> int:
-    return rounded(min(tile_numel, unit.trainable_numel) * unit.grad_itemsize)
 
 
 def _needed(units: Sequence[UnitSize], tile_numel: int, piece: int, *, roomy: bool = False) -> int:
@@ -305,7 +302,7 @@ class _RankFrames:
         self.sent = max(rounded(unit.param_nbytes) if unit.gathered_nbytes else 0 for unit in units)
         self.bucket = max(unit.bucket_nbytes for unit in units)
         self.received = max(received_nbytes(unit, tile_numel) for unit in units)
-        self.tile = max(_tile(unit, tile_numel) for unit in units)
+        self.tile = max(grad_tile_nbytes(unit, tile_numel) for unit in units)
 
     def room_for(self, frame: int, *others: int) -> int:
         """Bytes with which `frame` finds its place beside `others` and what is gathered around, with gaps."""

@@ -13,13 +13,12 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 
 from tiermem.errors import BudgetError
-from tiermem.memory.arena import round_up
+from tiermem.memory.arena import rounded
 from tiermem.memory.sizes import format_bytes
 from tiermem.pager.tiling import SMALLEST_TILE
 from tiermem.planner.tilesizes import good_tiles, tile_sizes
 from tiermem.zero3.shards import arriving_nbytes
 
-rounded = round_up  # bytes, as a frame takes them
 Way = tuple[bool, int, bool, bool]  # hold_tiles, depth, serial, beside
 # From the fastest down.
 _ALONE = ((True, 3, False, False), (True, 2, False, False), (False, 2, False, False), (False, 1, True, False))
@@ -164,7 +163,7 @@ def plan_footprint(
         for tile_numel in [size for size in sizes if size >= smallest] if tile is None else [tile]:
             compute = compute_bytes(tile_numel, hold_tiles=hold_tiles, beside=beside)
             if hold_tiles:  # gradients of what is kept come between those of the rest, and take one tile beside them
-                compute += max((_grad_tile(unit, tile_numel) for unit in staying), default=0)
+                compute += max((grad_tile_nbytes(unit, tile_numel) for unit in staying), default=0)
             update = update_bytes(tile_numel, depth, gaps=gaps)
             needed = max(compute, update + _nested(units)) if serial else compute + update
             held = needed if serial else compute + update_bytes(tile_numel, 1, gaps=gaps)
@@ -242,7 +241,8 @@ def mean_state_itemsize(units: Sequence[UnitSize]) -> int:
     return -(-state // max(1, sum(unit.trainable_numel for unit in trainable))) or 8
 
 
-def _grad_tile(unit: UnitSize, tile_numel: int) -> int:
+def grad_tile_nbytes(unit: UnitSize, tile_numel: int) -> int:
+    """Bytes of a GRAD tile of the unit, at most."""
     return rounded(min(tile_numel, unit.trainable_numel) * unit.grad_itemsize)
 
 
@@ -272,7 +272,7 @@ def _transit_bytes(units: Sequence[UnitSize], tile_numel: int, *, beside: bool) 
     `beside`: another unit on its way here, and another bucket that is filled while the first is exchanged.
     """
     buckets = max((unit.bucket_nbytes for unit in units), default=0) * (2 if beside else 1)
-    arrived = max((received_nbytes(unit, tile_numel) + _grad_tile(unit, tile_numel) for unit in units), default=0)
+    arrived = max((received_nbytes(unit, tile_numel) + grad_tile_nbytes(unit, tile_numel) for unit in units), default=0)
     sent = max((rounded(unit.param_nbytes) for unit in units if unit.gathered_nbytes), default=0)
     ahead = max((unit.computed_nbytes for unit in units), default=0) if beside else 0
     return buckets + arrived + sent + ahead
@@ -287,7 +287,7 @@ def received_nbytes(unit: UnitSize, tile_numel: int) -> int:
 def _gradient_bytes(units: Sequence[UnitSize], tile_numel: int, *, hold_tiles: bool) -> int:
     def of(unit: UnitSize) -> int:
         tiles = -(-unit.trainable_numel // tile_numel)
-        return _grad_tile(unit, tile_numel) * (tiles if hold_tiles else min(1, tiles))
+        return grad_tile_nbytes(unit, tile_numel) * (tiles if hold_tiles else min(1, tiles))
 
     return max(map(of, units), default=0)
 
@@ -302,7 +302,7 @@ def _update_bytes(units: Sequence[UnitSize], tile_numel: int, depth: int, *, gap
     def of(unit: UnitSize) -> int:
         if not unit.trainable_numel:
             return 0
-        state, grad = state_tile_nbytes(unit, tile_numel), _grad_tile(unit, tile_numel)
+        state, grad = state_tile_nbytes(unit, tile_numel), grad_tile_nbytes(unit, tile_numel)
         return rounded(unit.param_nbytes) + max(depth * (state + grad), (grad + 3 * state) if gaps else 0)
 
     return max(map(of, units), default=0)
@@ -336,7 +336,7 @@ def _reserve(units: Sequence[UnitSize], tile_numel: int) -> int:
     A unit's parameters, and the tiles its gradient will be written to, are in the schedule and so among what read-ahead
     makes room for anyway; one that comes as a surprise takes the room of what was fetched for later.
     """
-    return max((state_tile_nbytes(unit, tile_numel) + _grad_tile(unit, tile_numel) for unit in units), default=0)
+    return max((state_tile_nbytes(unit, tile_numel) + grad_tile_nbytes(unit, tile_numel) for unit in units), default=0)
 
 
 def _least(units: Sequence[UnitSize], *, gaps: bool) -> int:

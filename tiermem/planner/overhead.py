@@ -7,6 +7,7 @@ pages, and no more than an eighth of what is beyond goes to others.
 from __future__ import annotations
 
 from tiermem.memory.arena import FRAME_ALIGNMENT
+from tiermem.memory.rounding import round_down
 
 # Resident memory, measured on x86-64 with numba 0.66: importing it takes 14 MB, its registries 15, the loops and their
 # tables 5, the code of its and LLVM's libraries 10. The record of the latest moves is 13 MB (`tiermem.timeline`).
@@ -19,7 +20,7 @@ _SHARE = 8
 def beside_pages(budget: int, *, compiled: bool) -> int:
     """Bytes of a host budget that are not for pages; `compiled`: whether the update has machine code of its own."""
     taken = _RECORD_NBYTES + (_LOOPS_NBYTES if compiled else 0)
-    return min(taken, max(0, budget - _ALL_PAGES) // _SHARE) // FRAME_ALIGNMENT * FRAME_ALIGNMENT
+    return round_down(min(taken, max(0, budget - _ALL_PAGES) // _SHARE), FRAME_ALIGNMENT)
 
 
 def split_budget(budget: int, least: int, *, compiled: bool) -> tuple[int, int]:
@@ -30,7 +31,7 @@ def split_budget(budget: int, least: int, *, compiled: bool) -> tuple[int, int]:
     beside = beside_pages(budget, compiled=compiled)
     if budget - beside < least:
         beside = 0
-    return (budget - beside) // FRAME_ALIGNMENT * FRAME_ALIGNMENT, beside
+    return round_down(budget - beside, FRAME_ALIGNMENT), beside
 
 
 def budget_with(pages: int, *, compiled: bool) -> int:

@@ -14,11 +14,13 @@ from typing import Any
 
 from tiermem.config import parse_dtype
 from tiermem.errors import ConfigError
+from tiermem.memory.arena import rounded
+from tiermem.memory.rounding import round_up
 from tiermem.optim.blocks import block_count
 from tiermem.optim.tiles import aligned, master_dtypes
 from tiermem.pager.page import Kind, PageKey
 from tiermem.pager.tiling import ALIGN_NUMEL
-from tiermem.planner.footprint import UnitSize, rounded
+from tiermem.planner.footprint import UnitSize
 from tiermem.planner.reserved import copied_nbytes, wanted_copies
 from tiermem.planner.workload import UnitWork, Workload, state_itemsize
 from tiermem.zero3.layout import ALIGN_NBYTES, UnitLayout, divided_nbytes
@@ -76,7 +78,7 @@ def shard_of(workload: Workload, unit: int, division: Division, tile_numel: int)
     work, dtype = workload.units[unit], parse_dtype("dtype", workload.dtype)
     nbytes = work.numel * dtype.itemsize
     if division.parts > 1:
-        trainable = -(-work.trainable * dtype.itemsize // ALIGN_NBYTES) * ALIGN_NBYTES
+        trainable = round_up(work.trainable * dtype.itemsize, ALIGN_NBYTES)
         frozen = max(0, nbytes - trainable) if work.numel > work.trainable else 0
         nbytes = divided_nbytes(work.trainable, frozen, dtype.itemsize, division.parts)
     ranks, least = division.parts, max(nbytes, division.parts)
@@ -101,7 +103,7 @@ def _coded(unit: UnitWork, begin: int, numel: int) -> tuple[int, int]:
     exact = _within(unit.exact, begin, numel)
     runs = [run for run in unit.runs if run not in unit.exact] if unit.runs else []
     lengths = _within(runs, begin, numel) if unit.runs else [max(0, numel - sum(exact))]
-    coded = sum(-(-length // ALIGN_NUMEL) * ALIGN_NUMEL for length in lengths)
+    coded = sum(round_up(length, ALIGN_NUMEL) for length in lengths)
     return min(coded, numel), sum(map(block_count, lengths))
 
 
@@ -203,7 +205,7 @@ def _size(workload: Workload, number: int, division: Division) -> UnitSize:
     """A unit as the budget sees it; of its state as `runtime.moments.state_size` says."""
     unit, shard = workload.units[number], shard_of(workload, number, division, 1)
     itemsize, whole = workload.state_itemsize, state_itemsize(workload.dtype, "float32")
-    wide = sum(-(-length // ALIGN_NUMEL) * ALIGN_NUMEL for _, length in unit.exact)
+    wide = sum(round_up(length, ALIGN_NUMEL) for _, length in unit.exact)
     if wide >= unit.trainable > 0:
         itemsize, wide = whole, 0
     return size_of(

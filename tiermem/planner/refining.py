@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 
+from tiermem.memory.rounding import round_down
 from tiermem.memory.sizes import format_bytes
 from tiermem.planner.design import Design
 from tiermem.planner.predict import coarsened
@@ -70,7 +71,7 @@ class LookAheadControl:
 
     def candidates(self) -> list[int]:
         """What is to be foreseen: what is in use first, then what might be better."""
-        multiples = [int(self.planned * factor) // _BLOCK * _BLOCK for factor in FACTORS]
+        multiples = [round_down(int(self.planned * factor), _BLOCK) for factor in FACTORS]
         others = [nbytes for nbytes in multiples if _BLOCK <= nbytes <= self._highest and nbytes != self.planned]
         return [self.planned, *dict.fromkeys(others)]
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 
-from tiermem.planner.footprint import Footprint, UnitSize, rounded
+from tiermem.memory.arena import rounded
+from tiermem.planner.footprint import Footprint, UnitSize
 
 # Of the host budget, for what rests. A unit that rests and does not fit after all moves as in "forward", which costs
 # less than the write of one that could have stayed: README.md, "What rests".

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tiermem.memory.arena import rounded
+from tiermem.memory.rounding import round_up
 from tiermem.pager.tiling import SMALLEST_TILE
 from tiermem.planner.design import Design
-from tiermem.planner.footprint import received_nbytes, rounded
+from tiermem.planner.footprint import received_nbytes
 from tiermem.planner.parts import unit_sizes
 
 
@@ -23,7 +25,7 @@ def retiled(design: Design, factor: int) -> Design:
     footprint, workload = design.footprint, design.workload
     sizes = unit_sizes(workload, design.settings.division)
     most = max(size.trainable_numel for size in sizes)
-    tile = min(footprint.tile_numel * factor, -(-most // SMALLEST_TILE) * SMALLEST_TILE)
+    tile = min(footprint.tile_numel * factor, round_up(most, SMALLEST_TILE))
     itemsize = workload.itemsize + workload.widest_itemsize
     grown = rounded((tile - footprint.tile_numel) * itemsize)
     larger = replace(footprint, tile_numel=tile, reserve=footprint.reserve + grown)

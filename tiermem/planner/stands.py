@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tiermem.memory.arena import Fence
+from tiermem.memory.arena import Fence, rounded
 from tiermem.memory.copies import Done
 from tiermem.pager.page import Page
-from tiermem.planner.footprint import rounded
 from tiermem.planner.lines import Transfer
 
 

@@ -17,10 +17,10 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from tiermem.memory.arena import rounded
 from tiermem.pager.page import Kind
 from tiermem.planner.design import Design, UnitTimes
 from tiermem.planner.device import EXPOSED, DeviceFootprint, leased_nbytes
-from tiermem.planner.footprint import rounded
 from tiermem.planner.parts import unit_sizes
 from tiermem.planner.simulate import Simulation
 from tiermem.planner.workload import UnitWork, Workload

@@ -6,6 +6,7 @@ that every size is cut well: of whole blocks of `SMALLEST_TILE`, and of whole hu
 
 from __future__ import annotations
 
+from tiermem.memory.rounding import round_down
 from tiermem.pager.tiling import SMALLEST_TILE
 
 _WHOLE_TILE = 1 << 20
@@ -56,4 +57,4 @@ def _even(numel: int) -> int:
     pages, and a transfer of small ones takes up to twice as long (memory/README.md).
     """
     multiple = _WHOLE_TILE if numel >= _WHOLE_TILE else SMALLEST_TILE
-    return numel // multiple * multiple
+    return round_down(numel, multiple)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiermem.errors import CapacityError
+from tiermem.memory.arena import rounded
 from tiermem.memory.tiers import Tier
 from tiermem.pager.ahead import Appetite
 from tiermem.pager.edges import Chain
@@ -23,7 +24,6 @@ from tiermem.pager.schedule import Schedule
 from tiermem.pager.service import LeaseRequest, Service
 from tiermem.planner.clock import Clock, Pulse, Signal
 from tiermem.planner.design import Design
-from tiermem.planner.footprint import rounded
 from tiermem.planner.lines import Cores, DriveModel, Wire
 from tiermem.planner.stands import SimulatedArena, SimulatedEdge
 from tiermem.stats import Counters
@@ -259,7 +259,7 @@ class World:
                 lambda nbytes, priority, done: down.start(nbytes, priority=priority, done=done)
             )
         design = self.design
-        return Chain(arenas=arenas, edges=edges, settled=design.settled, kept=design.kept, alignment=rounded(1))
+        return Chain(arenas=arenas, edges=edges, settled=design.settled, kept=design.kept)
 
     def _appetite(self) -> dict[Tier, Appetite]:
         footprint, device = self.design.footprint, self.design.device

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 from tiermem.errors import BudgetError
 from tiermem.memory.arena import FRAME_ALIGNMENT
+from tiermem.memory.rounding import round_down
 from tiermem.memory.sizes import parse_bytes
 from tiermem.memory.tiers import Tier
 from tiermem.optim.compiled import are_wanted
@@ -54,7 +55,7 @@ def make_store(house: House) -> ActivationStore:
     return ActivationStore(
         storage.pager,
         house.scheduler.order.touch,
-        piece_nbytes=most // FRAME_ALIGNMENT * FRAME_ALIGNMENT,
+        piece_nbytes=round_down(most, FRAME_ALIGNMENT),
         at_once=at_once,
         device=storage.torch_device,
     )

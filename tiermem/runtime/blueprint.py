@@ -17,8 +17,9 @@ from torch import nn
 
 from tiermem.config import Config, resolve_host_memory
 from tiermem.errors import BudgetError, ConfigError, ResumeError
-from tiermem.memory.arena import FRAME_ALIGNMENT
+from tiermem.memory.arena import FRAME_ALIGNMENT, rounded
 from tiermem.memory.machine import available_host_memory
+from tiermem.memory.rounding import round_down
 from tiermem.optim.compiled import are_wanted
 from tiermem.optim.tiles import UnitState
 from tiermem.pager.below import LARGEST_DIVISOR
@@ -27,7 +28,7 @@ from tiermem.pager.page import Kind, PageKey
 from tiermem.pager.schedule import Schedule
 from tiermem.pager.tiling import SMALLEST_TILE, tiles_in_turn
 from tiermem.planner.device import DeviceFootprint
-from tiermem.planner.footprint import Footprint, UnitSize, kept_nbytes, rounded
+from tiermem.planner.footprint import Footprint, UnitSize, kept_nbytes
 from tiermem.planner.overhead import beside_pages
 from tiermem.planner.parts import size_of
 from tiermem.planner.reserved import copied_nbytes
@@ -222,7 +223,7 @@ def draw(
     beginning = beginning or Beginning()
     company = company or alone()
     available = available_host_memory() // company.neighbours
-    host_nbytes = company.least(resolve_host_memory(config, available)) // FRAME_ALIGNMENT * FRAME_ALIGNMENT
+    host_nbytes = round_down(company.least(resolve_host_memory(config, available)), FRAME_ALIGNMENT)
     small = small_nbytes(coalesce, min(host_nbytes, config.device_nbytes or host_nbytes), beginning.small_nbytes)
     kept = keeping.find(model, config.dtype)
     divided = find_units(model, units, kept, small=small, dtype=config.dtype)

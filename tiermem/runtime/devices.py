@@ -18,6 +18,7 @@ from tiermem.memory.arena import FRAME_ALIGNMENT
 from tiermem.memory.cuda import CudaDevice
 from tiermem.memory.devices import Device, SimulatedDevice
 from tiermem.memory.links import parse_link
+from tiermem.memory.rounding import round_down
 
 
 def device_budget(config: Config, most: Callable[[], int]) -> int | None:
@@ -35,7 +36,7 @@ def device_budget(config: Config, most: Callable[[], int]) -> int | None:
     if nbytes is None:
         free, _ = torch.cuda.mem_get_info(device)
         nbytes = min(free // 2, most())
-    return nbytes // FRAME_ALIGNMENT * FRAME_ALIGNMENT
+    return round_down(nbytes, FRAME_ALIGNMENT)
 
 
 def own_device(config: Config) -> torch.device:

@@ -19,6 +19,7 @@ from torch import nn
 from tiermem.checkpoint.pretrained import other_names
 from tiermem.config import Config
 from tiermem.errors import TiermemError
+from tiermem.memory.arena import rounded
 from tiermem.memory.devices import Device
 from tiermem.memory.sizes import format_bytes
 from tiermem.optim.coordinator import UpdateCoordinator
@@ -28,7 +29,6 @@ from tiermem.optim.service import UpdateQueue
 from tiermem.optim.shares import Shares, update_threads
 from tiermem.optim.stream import DeviceKernels
 from tiermem.optim.updater import Updater
-from tiermem.planner.footprint import rounded
 from tiermem.planner.reserved import wanted_copies
 from tiermem.planner.settings import acting
 from tiermem.registry import registry

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from tiermem.memory.rounding import round_up
 from tiermem.optim.tiles import Segment, UnitState, state_itemsize
 from tiermem.pager.tiling import ALIGN_NUMEL
 from tiermem.zero3.layout import UnitLayout
@@ -74,7 +75,7 @@ def state_size(layout: UnitLayout, quantized: Container[int]) -> StateSize:
     narrow = state_itemsize(layout.dtype, quantized=True)
     pairs = zip(layout.trainable, coded, strict=True)
     # Each piece takes whole segments in its plane: of many short parameters that is most of it.
-    wide = sum(-(-slot.numel // ALIGN_NUMEL) * ALIGN_NUMEL for slot, is_coded in pairs if not is_coded)
+    wide = sum(round_up(slot.numel, ALIGN_NUMEL) for slot, is_coded in pairs if not is_coded)
     return StateSize(narrow, min(wide, layout.part_numel), exact - narrow)
 
 

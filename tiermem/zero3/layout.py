@@ -19,6 +19,7 @@ from functools import cached_property
 import torch
 
 from tiermem.errors import ConfigError
+from tiermem.memory.rounding import round_up
 from tiermem.pager.page import Kind, PageKey
 from tiermem.pager.tiling import ALIGN_NUMEL, SMALLEST_TILE, TileRange, tile_count, tile_ranges
 
@@ -94,7 +95,7 @@ class UnitLayout:
     @cached_property
     def frozen_begin(self) -> int:
         """First byte of the frozen section."""
-        return _align(self.part_numel * self.ranks * self.dtype.itemsize, ALIGN_NBYTES)
+        return round_up(self.part_numel * self.ranks * self.dtype.itemsize, ALIGN_NBYTES)
 
     @cached_property
     def frozen_part(self) -> int:
@@ -146,14 +147,14 @@ def plan_layout(
                 f"parameter {info.names[0]} is {info.dtype} and requires a gradient; only floating-point parameters "
                 "are trained: freeze it with requires_grad_(False) or store its parts as real parameters"
             )
-        start = _align(numel, ALIGN_NUMEL)
+        start = round_up(numel, ALIGN_NUMEL)
         slots.append(_slot(info, dtype, start * dtype.itemsize))
         numel = start + slots[-1].numel
     nbytes = divided_nbytes(numel, 0, dtype.itemsize, ranks)
-    frozen_begin = _align(nbytes, ALIGN_NBYTES)
+    frozen_begin = round_up(nbytes, ALIGN_NBYTES)
     for info in frozen:
         # One without elements takes no place; behind the last other one it would lie outside the buffer.
-        offset = _align(nbytes, ALIGN_NBYTES) if math.prod(info.shape) else 0
+        offset = round_up(nbytes, ALIGN_NBYTES) if math.prod(info.shape) else 0
         slots.append(_slot(info, dtype if info.dtype.is_floating_point else info.dtype, offset))
         nbytes = max(nbytes, offset + slots[-1].nbytes)
     if frozen:
@@ -166,12 +167,12 @@ def divided_nbytes(trainable_numel: int, frozen_nbytes: int, itemsize: int, rank
     trainable = part(trainable_numel, ranks, ALIGN_NUMEL) * ranks * itemsize
     if not frozen_nbytes:
         return trainable
-    return _align(trainable, ALIGN_NBYTES) + part(frozen_nbytes, ranks, ALIGN_NBYTES) * ranks
+    return round_up(trainable, ALIGN_NBYTES) + part(frozen_nbytes, ranks, ALIGN_NBYTES) * ranks
 
 
 def part(length: int, ranks: int, multiple: int) -> int:
     """Return the length of each of `ranks` equal parts of `length`, the last ones padded; cuts lie at multiples."""
-    return min(length, _align(-(-length // ranks), multiple))
+    return min(length, round_up(-(-length // ranks), multiple))
 
 
 def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
@@ -243,7 +244,3 @@ def memory_order(tensor: torch.Tensor, slot: Slot, dtype: torch.dtype | None = N
 def _slot(info: ParameterInfo, dtype: torch.dtype, offset: int) -> Slot:
     stride = dense_stride(info.shape, info.stride)
     return Slot(info.number, info.names, info.shape, stride, dtype, info.trainable, offset)
-
-
-def _align(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

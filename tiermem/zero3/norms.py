@@ -26,6 +26,7 @@ import torch
 from tiermem.errands import elsewhere
 from tiermem.errors import InvariantError, TiermemError
 from tiermem.memory.heap import release_library
+from tiermem.memory.rounding import round_down, round_up
 
 _PIECE = 3 << 16  # elements whose squares torch adds at once: their bytes and their float32 stay in the cache
 
@@ -84,8 +85,8 @@ class MeasuringCopy:
         """
         team, block = _team(), self.loops.BLOCK
         others, place, end = _bits(earlier), _bits(target), begin + target.numel()
-        first = min(end, -(-begin // block) * block)
-        last = end if end == self.bits.size else max(first, end // block * block)
+        first = min(end, round_up(begin, block))
+        last = end if end == self.bits.size else max(first, round_down(end, block))
         for cut in (slice(begin, first), slice(first, last), slice(last, end)):
             here = place[cut.start - begin : cut.stop - begin]
             if cut.start == first < last:

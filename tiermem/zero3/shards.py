@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from tiermem.memory.rounding import round_up
 from tiermem.pager.page import Kind, PageKey
 from tiermem.pager.tiling import tile_count, tile_ranges
 from tiermem.zero3.layout import ALIGN_NBYTES, Slot, UnitLayout
@@ -79,7 +80,7 @@ class Shard:
     @cached_property
     def frozen_offset(self) -> int:
         """First frozen byte in a PARAM page that holds the part only."""
-        return -(-self.layout.part_numel * self.layout.dtype.itemsize // ALIGN_NBYTES) * ALIGN_NBYTES
+        return round_up(self.layout.part_numel * self.layout.dtype.itemsize, ALIGN_NBYTES)
 
     @cached_property
     def nbytes(self) -> int:
@@ -200,7 +201,7 @@ def arriving_nbytes(numel: int, itemsize: int, ranks: int, copies: int) -> int:
 
 def copies_nbytes(numel: int, itemsize: int, copies: int) -> int:
     """What of them is for the sums that copies add up."""
-    return 2 * -(-numel // copies) * copies * max(4, itemsize) if copies > 1 else 0
+    return 2 * round_up(numel, copies) * max(4, itemsize) if copies > 1 else 0
 
 
 def shards_of(layouts: Sequence[UnitLayout], rank: int, *, whole: bool, copies: int) -> tuple[Shard, ...]:
