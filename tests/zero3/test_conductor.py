@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ import pytest
 from tiermem.errors import TiermemError
 from tiermem.stats import Counters
 from tiermem.timeline import Timeline
+from tiermem.zero3 import conductor
 from tiermem.zero3.collectives import SingleProcess
 from tiermem.zero3.conductor import Act, Conductor, Operation
 from tiermem.zero3.grid import one_copy
@@ -326,14 +330,21 @@ def test_after_closing_everything_says_so_and_closing_again_does_nothing():
         rank.do(Act.SETTLE)
 
 
-def test_waiting_for_others_is_counted_as_a_stall():
-    late = threading.Event()
+def test_waiting_for_others_is_counted_as_a_stall(monkeypatch: pytest.MonkeyPatch):
+    late, waits, moments = threading.Event(), list[int](), itertools.count(1.0)
+
+    def moment() -> float:
+        if threading.get_ident() not in waits:
+            return time.perf_counter()
+        late.set()  # not before the wait has begun
+        return next(moments)
 
     def early(rank: Rank) -> None:
-        threading.Timer(0.05, late.set).start()
+        waits.append(threading.get_ident())
         rank.do(Act.SETTLE)
 
+    monkeypatch.setattr(conductor, "time", SimpleNamespace(perf_counter=moment))
     ranks = together(early, lambda rank: late.wait(WAIT) and rank.do(Act.SETTLE))
     assert [rank.error for rank in ranks] == [None, None]
     counted = ranks[0].counters.step()
-    assert counted.stall_seconds == counted.rank_seconds > 0.02
+    assert counted.stall_seconds == counted.rank_seconds == 1.0
