@@ -29,8 +29,7 @@ class Mailbox:
     def __init__(self) -> None:
         self.ran: list[str] = []
         self.errors: list[Exception] = []
-        self.turned = threading.Event()
-        self.loop = LoopThread("test-loop", after=self.turned.set, failed=self.errors.append)
+        self.loop = LoopThread("test-loop", after=lambda: None, failed=self.errors.append)
 
     def settle(self, *, hungry: bool) -> None:
         self.loop.call(lambda: self.loop.set_hungry(hungry))
@@ -50,11 +49,13 @@ def mailbox() -> Iterator[Mailbox]:
     made.close()
 
 
-def test_what_is_left_waits_for_the_next_message_and_runs_before_it(mailbox: Mailbox) -> None:
+def test_what_is_left_waits_for_the_next_message_and_runs_before_it(
+    mailbox: Mailbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mailbox.settle(hungry=False)
-    mailbox.turned.clear()
-    assert mailbox.loop.leave(lambda: mailbox.ran.append("left"))
-    assert not mailbox.turned.wait(0.05), "nobody was hungry, and the loop was woken"
+    with monkeypatch.context() as patch:
+        patch.setattr(mailbox.loop.asyncio, "ring", lambda: pytest.fail("nobody was hungry, and the loop was woken"))
+        assert mailbox.loop.leave(lambda: mailbox.ran.append("left"))
     assert mailbox.ran == []
     mailbox.loop.call(lambda: mailbox.ran.append("posted"))
     assert mailbox.ran == ["left", "posted"]
