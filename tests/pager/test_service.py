@@ -17,7 +17,7 @@ from tiermem.pager.forecast import Forecast
 from tiermem.pager.page import Intent, Kind, Lane, Page, PageKey
 from tiermem.pager.protection import Protection
 from tiermem.pager.residency import Residency
-from tiermem.pager.schedule import schedule_of
+from tiermem.pager.schedule import Step, schedule_of
 from tiermem.pager.service import LeaseRequest, Service
 from tiermem.stats import Counters
 
@@ -1246,6 +1246,31 @@ def test_what_is_written_early_is_what_goes(order: tuple[int, ...], planned: boo
     bench.settle()
     bench.ask(0, intent=WRITE).give_back()
     assert ((0, SWAP) in bench.moving()) == written
+
+
+@pytest.mark.parametrize("planned", [True, False])
+def test_what_is_written_while_the_step_rests_is_written_down_when_it_begins(planned: bool) -> None:
+    bench = Bench(30, look_ahead=20)
+    schedule = schedule_of((Lane.COMPUTE, page.key) for page in bench.pages)
+    bench.forecast.set_schedule(schedule, [False] * 6 if planned else None)
+    ahead = bench.service.ahead
+    ahead.evaluate(Step.RESTS)
+    for _ in range(3):
+        bench.ask(5, intent=FRESH).give_back()
+        assert (5, SWAP) not in bench.moving()
+    ahead.evaluate(Step.BEGINS)
+    bench.pump()
+    assert (5, SWAP) in bench.moving()
+
+
+def test_what_is_written_while_the_step_rests_leaves_for_whoever_wants_its_room() -> None:
+    bench = Bench(20)
+    bench.service.ahead.evaluate(Step.RESTS)
+    bench.ask(0, 1, intent=FRESH).give_back()
+    assert bench.moving() == []
+    held = bench.ask(2)
+    bench.settle()
+    assert held.granted
 
 
 def test_beside_what_the_plan_does_not_keep_nothing_is_written() -> None:

@@ -92,6 +92,15 @@ def test_who_wants_to_know_is_told_what_an_evaluation_uses_over_and_over_and_its
     assert told[7:] == [[Access(0, FORWARD)], Step.BEGINS, Step.BEGINS]
 
 
+def test_who_wants_to_know_is_told_of_rest_where_no_step_has_begun():
+    order, told = after(), []
+    order.evaluates = told.append
+    order.rest()
+    order.access(0, FORWARD)
+    order.rest()
+    assert told == [Step.RESTS, Step.BEGINS]
+
+
 def test_an_evaluation_goes_round_in_what_it_uses_now():
     """Text is encoded twice, an image denoised fifty times; with a decoder, what encodes is used once for each text."""
     order, told = after(*STEP[:2]), []

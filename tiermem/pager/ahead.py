@@ -46,6 +46,17 @@ class Appetite:
     lead: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Renewed:
+    """Positions of a step of `period` accesses where contents are made anew."""
+
+    positions: Collection[int] = ()
+    period: int = 1
+
+    def __contains__(self, position: int) -> bool:
+        return position % self.period in self.positions
+
+
 class Ahead:
     """Reads ahead and writes back early. Used on the pager's loop only."""
 
@@ -56,9 +67,9 @@ class Ahead:
         self._appetite = appetite
         self._pending: dict[Tier, deque[tuple[PageKey, int]]] = {}
         # What the step goes by, while an evaluation goes by something else.
-        self._aside: tuple[Forecast, Collection[int], int] | None = None
-        self._renewed: Collection[int] = ()
-        self._period = 1
+        self._aside: tuple[Forecast, _Renewed] | None = None
+        self._renewed = _Renewed()
+        self._rests = False  # whether pages are written outside of steps
         # How far the last look came: the position of the first access that it found no room for.
         self._horizon = dict.fromkeys(residency.chain.memory_tiers, -1)
         self._seen = 0
@@ -91,7 +102,7 @@ class Ahead:
         if look_ahead is not None:
             self._appetite = {**self._appetite, Tier.HOST: replace(self._appetite[Tier.HOST], look_ahead=look_ahead)}
         stays, reaches = (None, None) if plan is None else (plan.stays, plan.reaches)
-        self._renewed, self._period = (renewed_gradients(schedule), schedule.period) if schedule else ((), 1)
+        self._renewed = _Renewed(renewed_gradients(schedule), schedule.period) if schedule else _Renewed()
         self._residency.forecast.set_schedule(schedule, stays, reaches)
         self._room.homes.follow(at_home=plan is not None and plan.at_home)
         self._residency.reclassify()
@@ -99,18 +110,22 @@ class Ahead:
     def evaluate(self, schedule: Schedule | Step) -> None:
         """Go by the schedule of an evaluation, of which no plan knows; or by the step's again, from where that is.
 
-        What an evaluation does not use stays as long as it is in nobody's way.
+        What an evaluation does not use stays as long as it is in nobody's way. While the step rests nothing is written
+        early: it may be changed again at once.
         """
         residency, aside = self._residency, self._aside
+        self._rests = schedule is Step.RESTS
+        if self._rests:
+            return
         if schedule is Step.PAUSES:
             residency.forecast.mark()
             return
         if aside is not None:
-            residency.forecast, self._renewed, self._period = aside
+            residency.forecast, self._renewed = aside
             self._aside = None
         if isinstance(schedule, Schedule):
-            self._aside = residency.forecast, self._renewed, self._period
-            residency.forecast, self._renewed, self._period = residency.forecast.beside(schedule), (), schedule.period
+            self._aside = residency.forecast, self._renewed
+            residency.forecast, self._renewed = residency.forecast.beside(schedule), _Renewed()
         elif not residency.forecast.rewind(to_mark=schedule is Step.GOES_ON) and aside is None:
             return
         self._version = -1
@@ -136,7 +151,7 @@ class Ahead:
                 self._send_down(tier, claimed)
                 continue
             appetite, capacity = self._appetite[tier], self._capacity[tier]
-            if residency.total <= capacity:
+            if residency.total <= capacity or self._rests:
                 continue
             if residency.forecast.is_planned:
                 self._write_unkept(tier)
@@ -246,7 +261,7 @@ class Ahead:
             if page is None or page.error is not None or wanted < tier:
                 continue
             # What its update in HOST is going to use up will be written anew on the DEVICE: as what has no contents.
-            anew = tier is not host and lane is compute and position % self._period in self._renewed
+            anew = tier is not host and lane is compute and position in self._renewed
             written = bool(page.valid) and not anew
             if lane is not compute and not written:
                 continue  # written when the update comes to it; nobody knows whether there is anything to update

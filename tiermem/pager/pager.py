@@ -116,7 +116,7 @@ class Pager:
     def evaluate(self, schedule: Schedule | Step) -> None:
         """Go by the schedule of an evaluation until the step begins or goes on, by the one that was set.
 
-        Does not wait.
+        Until then, too, nothing is written early where the step rests. Does not wait.
         """
         self._loop.post(lambda: self._core.service.ahead.evaluate(schedule))
 

@@ -15,11 +15,15 @@ from tiermem.pager.page import Kind, Lane, PageKey
 
 
 class Step(enum.Enum):
-    """What a step does beside evaluations: begins, or begins again; comes to what may be one; goes on behind one."""
+    """What a step does beside evaluations: begins, or begins again; comes to what may be one; goes on behind one.
+
+    RESTS: it has not begun, and others write pages meanwhile, perhaps the same ones again and again.
+    """
 
     BEGINS = "begins"
     PAUSES = "pauses"
     GOES_ON = "goes on"
+    RESTS = "rests"
 
 
 class Access(NamedTuple):

@@ -246,6 +246,7 @@ class Runtime(Closing):
             house.coordinator.settle_early()
             house.snapshots.wait_open()
             house.scheduler.saved.may_change(units)
+            house.scheduler.order.rest()
         changed: list[tuple[int, Slot, torch.Tensor]] = []
 
         def note(unit: int, slot: Slot, values: torch.Tensor) -> None:

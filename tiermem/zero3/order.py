@@ -123,6 +123,11 @@ class OrderRecorder:
             self._on_course = self.position < len(ahead) and ahead[self.position] == access
         self._accesses.append(access)
 
+    def rest(self) -> None:
+        """Units are about to be written by hand. Where no step has begun, nobody knows how often in a row."""
+        if not self._accesses:
+            self.evaluates(Step.RESTS)
+
     def _evaluate(self, access: Access) -> None:
         """Forget what the evaluation has used so far; what comes next is not expected, as long as it goes on.
 
