@@ -24,7 +24,7 @@ import tiermem
 from swap.syscalls import SystemCalls
 from tiermem.pager.pager import Pager
 from tiermem.process import start_thread
-from tiermem.runtime import commits, snapshots
+from tiermem.runtime import commits
 from tiermem.runtime.snapshots import Snapshots
 
 EIO = errno.EIO
@@ -297,10 +297,7 @@ def one_has_no_thread(directory: Path, rank: int, size: int) -> Any:
             optimizer.step()
             optimizer.zero_grad()
             real = start_thread if rank == 0 or step == 1 else none_left
-            with (
-                unittest.mock.patch.object(commits, "start_thread", real),
-                unittest.mock.patch.object(snapshots, "start_thread", real),
-            ):
+            with unittest.mock.patch.object(commits, "start_thread", real):
                 for keep in (runtime.commit, partial(runtime.snapshot, directory.with_name(f"copy {step}"))):
                     try:
                         keep().wait()

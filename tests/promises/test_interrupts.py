@@ -28,7 +28,7 @@ from tiermem.optim.updater import Updater
 from tiermem.pager.lease import Lease, PendingLease
 from tiermem.pager.loop import LoopThread
 from tiermem.pager.page import Kind
-from tiermem.runtime import commits, snapshots
+from tiermem.runtime import commits
 from tiermem.runtime.ledger import GradientLedger
 from tiermem.zero3 import gather, handles
 from tiermem.zero3.gather import Gatherer
@@ -529,8 +529,7 @@ def test_what_an_interrupt_kept_from_a_function_of_ours_is_free_though_its_error
 def test_a_commit_or_snapshot_interrupted_as_it_starts_holds_nobody_up(verb, begun, tmp_path, monkeypatch):
     """Whoever was to change pages next waited for ever for a thread that there was not."""
     model, _, runtime = begin(tmp_path / "swap", "forward", "generous")
-    where = commits if verb == "commit" else snapshots
-    real = where.start_thread
+    real = commits.start_thread
 
     def interrupted(name, work, pending, *arguments):
         if begun:
@@ -545,7 +544,7 @@ def test_a_commit_or_snapshot_interrupted_as_it_starts_holds_nobody_up(verb, beg
     with runtime:
         optimizer = tiermem.AdamW(model.parameters(), lr=1e-2)
         with monkeypatch.context() as patch:
-            patch.setattr(where, "start_thread", interrupted)
+            patch.setattr(commits, "start_thread", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 keep(1)
         model(batch()).square().mean().backward()

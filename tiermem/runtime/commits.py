@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from swap import Mark, SwapError, take_checksums
@@ -50,10 +51,44 @@ class PendingCommit:
         self._pager = pager
         self._begins = threading.Lock()
 
-    def begin(self) -> bool:
-        """Whether it was not said before: by the thread that makes it, or by whoever was interrupted in starting that.
+    def start(
+        self,
+        thread: str,
+        prepare: Callable[[], Callable[[], None]],
+        *,
+        dropped: Callable[[], None],
+        refused: Callable[[BaseException], BaseException],
+    ) -> None:
+        """Have a thread do what `prepare` returns, which ends `future`. What has begun goes on after an interrupt.
 
-        The second to say it leaves it alone. Any thread.
+        Args:
+            thread: its name.
+            prepare: called first, here; may have others find this and wait for it.
+            dropped: called where the work will not be done, before `future` ends.
+            refused: makes the error that `future` ends with of the one of a system that has no thread.
+        """
+        try:
+            work = prepare()
+            # Not a daemon: a program that ends with a commit or a snapshot under way finishes it.
+            refusal = start_thread(thread, self._do, work)
+        except BaseException:
+            if self._is_first():
+                dropped()
+                self.seen = True  # by whoever was interrupted
+                self.future.set_result(None)
+            raise
+        if refusal is not None:
+            dropped()
+            self.future.set_exception(refused(refusal))
+
+    def _do(self, work: Callable[[], None]) -> None:
+        if self._is_first():
+            work()
+
+    def _is_first(self) -> bool:
+        """Whether the other has not asked: the thread that does the work, or whoever was interrupted in starting it.
+
+        The second to ask leaves it alone.
         """
         return self._begins.acquire(blocking=False)
 
@@ -77,6 +112,11 @@ class PendingCommit:
         """Wait until it is durable or has failed; whoever asks for the error gets it later."""
         if not self.done:
             self._pager.wait_for(self._ended)
+
+    def finish(self) -> None:
+        """Wait until it is durable or has failed. Raises its error unless somebody has been told."""
+        self.wait_ended()
+        self.raise_unseen()
 
     def raise_unseen(self) -> None:
         """Raise its error unless somebody has been told already."""
@@ -123,21 +163,18 @@ class Commits:
             self._last.raise_unseen()
         self._generation += 1
         pending = PendingCommit(self._storage.pager)
-        try:
+
+        def prepare() -> Callable[[], None]:
             self._last = pending
             self._storage.rhythm.commit_begins()
-            arguments = (pending, record, self._generation, self._updates.unfinished())
-            # Not a daemon: a program that ends with a commit under way finishes it.
-            refusal = start_thread("tiermem-commit", self._run, *arguments)
-        except BaseException:  # an interrupt; what has begun nevertheless goes on
-            if pending.begin():
-                pending.seen = True  # by whoever was interrupted
-                self._storage.rhythm.commit_written()
-                pending.future.set_result(None)
-            raise
-        if refusal is not None:
-            self._storage.rhythm.commit_written()
-            pending.future.set_exception(refuse(self._company.committing, _PREPARE, refusal))
+            return partial(self._run, pending, record, self._generation, self._updates.unfinished())
+
+        pending.start(
+            "tiermem-commit",
+            prepare,
+            dropped=self._storage.rhythm.commit_written,
+            refused=partial(refuse, self._company.committing, _PREPARE),
+        )
         return pending
 
     def wait_open(self) -> None:
@@ -154,14 +191,11 @@ class Commits:
     def close(self) -> None:
         """Wait for the commit under way. Raises its error unless somebody has been told."""
         if self._last is not None:
-            self._last.wait_ended()
-            self._last.raise_unseen()
+            self._last.finish()
 
     def _run(
         self, pending: PendingCommit, record: Mapping[str, Any], generation: int, updates: Sequence[Future[None]]
     ) -> None:
-        if not pending.begin():
-            return
         try:
             mark, full = together(
                 self._company.committing,

@@ -16,7 +16,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,6 @@ from tiermem.future import Future
 from tiermem.memory.heap import trim_heap
 from tiermem.optim.updater import Updater
 from tiermem.pager.extents import DURABLE
-from tiermem.process import start_thread
 from tiermem.runtime.blueprint import Blueprint
 from tiermem.runtime.commits import Commits, PendingCommit
 from tiermem.runtime.company import Company, refuse, together
@@ -101,22 +101,21 @@ class Snapshots:
     def start(self, draft: Draft, record: Mapping[str, Any], buffers: Mapping[str, torch.Tensor]) -> PendingSnapshot:
         """Write the state after the updates queued so far into what `begin` gave. `buffers` are copies."""
         pending, marked = PendingSnapshot(self._storage.pager), Future[Mark | None]()
-        try:
+
+        def prepare() -> Callable[[], None]:
             self._last, self._marked = pending, marked
-            arguments = (pending, marked, draft, record, buffers, self._updates.unfinished())
-            # Not a daemon: a program that ends with a snapshot under way finishes it.
-            refusal = start_thread("tiermem-snapshot", self._run, *arguments)
-        except BaseException:  # an interrupt; what has begun nevertheless goes on
-            if pending.begin():
-                draft.abandon()
-                pending.seen = True  # by whoever was interrupted
-                marked.set_result(None)
-                pending.future.set_result(None)
-            raise
-        if refusal is not None:
+            return partial(self._run, pending, marked, draft, record, buffers, self._updates.unfinished())
+
+        def dropped() -> None:
             draft.abandon()
             marked.set_result(None)
-            pending.future.set_exception(refuse(self._company.committing, _SAVE, refusal))
+
+        pending.start(
+            "tiermem-snapshot",
+            prepare,
+            dropped=dropped,
+            refused=partial(refuse, self._company.committing, _SAVE),
+        )
         return pending
 
     def wait_open(self) -> None:
@@ -134,8 +133,7 @@ class Snapshots:
     def close(self) -> None:
         """Wait for the snapshot under way. Raises its error unless somebody has been told."""
         if self._last is not None:
-            self._last.wait_ended()
-            self._last.raise_unseen()
+            self._last.finish()
 
     def _run(
         self,
@@ -146,8 +144,6 @@ class Snapshots:
         buffers: Mapping[str, torch.Tensor],
         updates: Sequence[Future[None]],
     ) -> None:
-        if not pending.begin():
-            return
         generations, mark = self._storage.extents.generations, None
 
         def take_mark() -> Mark:
