@@ -47,11 +47,6 @@ class AlignedBuffer:
             raise SwapClosedError("this AlignedBuffer has been closed; allocate another")
         return self._view
 
-    @property
-    def address(self) -> int:
-        """The memory's address."""
-        return address_of(self.view)
-
     def close(self) -> None:
         """Give the memory back. Raises BufferError, and keeps the memory, while someone still has a view of it."""
         if self._view is None:

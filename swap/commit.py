@@ -74,11 +74,6 @@ class CommitStore:
         self._leftover: int | None = None  # a generation given up, whose manifest may be there all the same
 
     @property
-    def latest(self) -> Manifest | None:
-        """The last commit acknowledged or settled here."""
-        return self._latest
-
-    @property
     def in_doubt(self) -> bool:
         """Whether a commit failed so that it is not known which manifest is on disk: both marks must be kept then."""
         return self._failed is not None

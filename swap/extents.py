@@ -61,11 +61,6 @@ class ExtentAllocator:
         return self.nbytes - self.allocated
 
     @property
-    def holes(self) -> tuple[tuple[int, int], ...]:
-        """(offset, length) of every hole, by offset."""
-        return tuple(self._holes)
-
-    @property
     def largest_hole(self) -> int:
         """Bytes of the largest range that could be allocated now."""
         return max((length for _, length in self._holes), default=0)

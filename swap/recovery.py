@@ -46,11 +46,6 @@ class Leftovers:
     holder: int = 0
 
     @property
-    def empty(self) -> bool:
-        """Whether there is nothing of an earlier run."""
-        return self.manifest is None and not any(self.files)
-
-    @property
     def resumable(self) -> bool:
         """Whether files and manifest are of one run, which no longer lives. The bytes have not been looked at."""
         if self.in_use or self.manifest is None:

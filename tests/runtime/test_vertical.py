@@ -128,7 +128,7 @@ def compare(
         for (name, mine), other in zip(model.named_buffers(), plain.named_buffers(), strict=True):
             assert torch.equal(mine, other[1]), name
         within_budgets(runtime.statistics())
-        assert runtime._house.gatherer.statistics().leaks == 0
+        assert runtime.statistics().total.held_frames == 0
     assert not [thread for thread in threading.enumerate() if thread.name == "tiermem-micro-batch"]
     return runtime._house.cutting.why_not
 

@@ -49,6 +49,7 @@ from swap.bench.__main__ import main
 from swap.bench.cases import Sample
 from swap.bench.load import Load, Series, Target, run_case
 from swap.bench.sweep import settled_at
+from swap.buffers import address_of
 from swap.files import DATA_OFFSET, SwapFile
 
 MIB = 1 << 20
@@ -245,7 +246,7 @@ def test_a_fault_in_the_page_cache_s_view_of_a_file_names_the_file(
 def test_the_memory_is_in_the_pages_asked_for(huge_pages: bool, flag: str) -> None:
     with AlignedBuffer(64 * MIB, huge_pages=huge_pages) as buffer:
         maps = Path("/proc/self/smaps").read_text().split("VmFlags:")
-        (where,) = [index for index, text in enumerate(maps) if f"{buffer.address:x}-" in text]
+        (where,) = [index for index, text in enumerate(maps) if f"{address_of(buffer.view):x}-" in text]
         if huge_pages and not Path("/sys/kernel/mm/transparent_hugepage").exists():
             pytest.skip("the kernel has no huge pages")
         assert flag in maps[where + 1].splitlines()[0].split()

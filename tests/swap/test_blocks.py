@@ -38,7 +38,7 @@ def test_blocks_cover_without_overlap(nbytes: int, block_size: int) -> None:
 def test_a_buffer_is_exact_aligned_and_zero(nbytes: int) -> None:
     with swap.AlignedBuffer(nbytes) as buffer:
         assert buffer.view.nbytes == nbytes
-        assert buffer.address % mmap.PAGESIZE == 0
+        assert address_of(buffer.view) % mmap.PAGESIZE == 0
         assert not any(buffer.view[:4096])
         buffer.view[-1] = 7
     with pytest.raises(swap.SwapClosedError):
@@ -87,7 +87,7 @@ def test_unfit_buffers_are_refused() -> None:
         ):
             with pytest.raises(ValueError, match=reason):
                 aligned_view(unfit)
-        assert address_of(aligned_view(buffer.view.cast("d"))) == buffer.address
+        assert address_of(aligned_view(buffer.view.cast("d"))) == address_of(buffer.view)
         del unfit
     with pytest.raises(ValueError, match="positive"):
         swap.AlignedBuffer(0)

@@ -255,8 +255,9 @@ def test_a_damaged_manifest_that_was_never_acknowledged_falls_back(tmp_path: Pat
     assert aside.with_suffix(".damaged1").read_bytes() == damaged
     run.generations, run.mark = found.generations, found.mark
     run.commit(2)
-    assert run.store.latest is not None
-    assert run.store.latest.generation == 2
+    latest = run.store.read_latest()
+    assert latest is not None
+    assert latest.generation == 2
     run.space.close()
 
 
@@ -736,7 +737,7 @@ def test_manifest_and_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 def test_leftovers_are_recognised(tmp_path: Path) -> None:
     found = find_leftovers([tmp_path], name="r0")
-    assert (found.empty, found.resumable, found.in_use) == (True, False, False)
+    assert (found.manifest, found.files, found.in_use) == (None, (None,), False)
     run = Run(tmp_path)
     found = find_leftovers([tmp_path], name="r0")
     assert (found.in_use, found.holder) == (True, os.getpid())
@@ -744,7 +745,7 @@ def test_leftovers_are_recognised(tmp_path: Path) -> None:
     assert not find_leftovers([tmp_path], name="r0").resumable  # its owner lives
     run.space.close()
     found = find_leftovers([tmp_path], name="r0")
-    assert (found.empty, found.resumable, found.in_use) == (False, True, False)
+    assert (found.resumable, found.in_use) == (True, False)
     assert found.manifest is not None
     assert found.manifest.generation == 1
     Run(tmp_path).space.close()
@@ -809,8 +810,9 @@ def test_the_commit_before_is_not_removed_for_one_that_is_not_published(tmp_path
     prepared(run, 2)
     with pytest.raises(ValueError, match="expected generation 2 to be published, found it prepared only"):
         run.store.retire()
-    assert run.store.latest is not None
-    assert run.store.latest.generation == 1
+    latest = run.store.read_latest()
+    assert latest is not None
+    assert latest.generation == 1
     run.store.publish()
     assert run.store.retire().generation == 2
     check_goes_on_from(tmp_path, run, 2)

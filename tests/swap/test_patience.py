@@ -318,5 +318,6 @@ def test_a_limit_on_threads_is_waited_for_and_is_no_answer_of_the_drive(
             store.write(2, [], {}, space=space)
         threads.refused = 0
         store.write(2, [], {}, space=space)
-        assert store.latest is not None
-        assert store.latest.generation == 2
+        latest = store.read_latest()
+        assert latest is not None
+        assert latest.generation == 2

@@ -107,13 +107,12 @@ class RangeSet:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a range was placed, how much of it is warm, and what must go back to the system before it is touched.
+    """Where a range was placed, and what must go back to the system before it is touched.
 
     `cold`: the parts of it that are not warm.
     """
 
     start: int
-    warm: int
     cooled: tuple[Range, ...]
     cold: tuple[Range, ...] = ()
 
@@ -161,16 +160,6 @@ class RangeAllocator:
         self._taken = 0
 
     @property
-    def taken(self) -> int:
-        """Addresses handed out."""
-        return self._taken
-
-    @property
-    def free(self) -> int:
-        """Free addresses, warm or cold."""
-        return self._free.total
-
-    @property
     def warm(self) -> int:
         """Free addresses that still occupy physical memory."""
         return self._warm.total
@@ -201,10 +190,10 @@ class RangeAllocator:
             return None
         self._free.remove(start, start + length)
         cold = _between(self._warm.overlapping(start, start + length), start, start + length)
-        warm = self._warm.remove(start, start + length)
+        self._warm.remove(start, start + length)
         self._lengths[start] = length
         self._taken += length
-        return Placement(start, warm, self._cool(self._taken + self.warm - self._limit), cold)
+        return Placement(start, self._cool(self._taken + self.warm - self._limit), cold)
 
     def release(self, start: int) -> int:
         """Free the range placed at `start`, now warm, and return its length. Raises InvariantError if there is none."""

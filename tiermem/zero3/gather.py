@@ -44,7 +44,6 @@ class GatherStatistics:
     """Counts since the start; `lingering` is the present number of units."""
 
     gathers: int
-    leaks: int
     lingering: int
 
 
@@ -121,7 +120,6 @@ class Gatherer:
         self._counters = counters
         self._lingering: set[int] = set()
         self._gathers = 0
-        self._leaks = 0
         # Address of each gathered frame, to its unit; the pack hook looks here for every saved tensor.
         self.frames: dict[int, int] = {}
 
@@ -245,7 +243,6 @@ class Gatherer:
         for unit in self._lingering:
             if not self._units[unit].counted:
                 self._units[unit].counted = True
-                self._leaks += 1
                 self._counters.count(held_frames=1)
 
     @unwatched
@@ -276,7 +273,7 @@ class Gatherer:
 
     def statistics(self) -> GatherStatistics:
         """Return the counts."""
-        return GatherStatistics(self._gathers, self._leaks, len(self._lingering))
+        return GatherStatistics(self._gathers, len(self._lingering))
 
     def _take(self, state: _UnitState, *, writable: bool) -> torch.Tensor:
         if state.held is not None:
