@@ -128,7 +128,7 @@ class Updater:
         for entry in given_up:
             self._end(entry, None)
         with self._lock:
-            begun = [entry for entries in self._unfinished.values() for entry in entries]
+            begun = self._all_unfinished()
         return [entry.future for entry in begun if entry.update.protection is protection]
 
     def wait(self, unit: int) -> None:
@@ -144,14 +144,14 @@ class Updater:
     def wait_all(self) -> None:
         """Wait for all updates. Raises the first error, after all have ended."""
         with self._lock:
-            entries = [entry for entries in self._unfinished.values() for entry in entries]
+            entries = self._all_unfinished()
         self._wait_for(entries)
         self.raise_failed()
 
     def unfinished(self) -> list[Future[None]]:
         """One future for each update queued or running; ends without an error in any case, see `raise_failed`."""
         with self._lock:
-            entries = [entry for entries in self._unfinished.values() for entry in entries]
+            entries = self._all_unfinished()
         self._take_up(entries)
         return [entry.future for entry in entries]
 
@@ -171,7 +171,7 @@ class Updater:
             self._closed = True
             given_up = list(self._queue)
             self._queue.clear()
-            begun = [entry for entries in self._unfinished.values() for entry in entries if entry not in given_up]
+            begun = [entry for entry in self._all_unfinished() if entry not in given_up]
         for entry in given_up:
             self._end(entry, TiermemError(f"closed before the update of unit {entry.update.unit} had begun"))
         try:
@@ -183,10 +183,14 @@ class Updater:
     def statistics(self) -> UpdaterStatistics:
         """What has been done so far."""
         with self._lock:
-            queued = sum(len(entries) for entries in self._unfinished.values())
+            queued = len(self._all_unfinished())
         return UpdaterStatistics(self._stream.statistics(), queued)
 
     # The queue
+
+    def _all_unfinished(self) -> list[_Entry]:
+        """The updates queued or running; the lock is held."""
+        return [entry for entries in self._unfinished.values() for entry in entries]
 
     def _wait_for(self, entries: Sequence[_Entry]) -> None:
         if entries and threading.get_ident() == self._loop_thread:
@@ -219,7 +223,7 @@ class Updater:
 
     def _end_all(self, error: BaseException) -> None:
         with self._lock:
-            entries = [entry for entries in self._unfinished.values() for entry in entries]
+            entries = self._all_unfinished()
             self._queue.clear()
             self._running = self._walking = False
         for entry in entries:
