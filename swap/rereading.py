@@ -33,7 +33,7 @@ class _Part:
 
     @property
     def last(self) -> bool:
-        """Whether no bytes come behind these."""
+        """Whether no bytes come after these."""
         return self.end == self.copy.extent.nbytes
 
 

@@ -48,7 +48,7 @@ class Match:
     """`found`: the pieces of each expected tensor, by its first name. The rest are problems, in words.
 
     `incomplete`: pieces missing of what is there in part, which is never left to an initialisation. `copies`: what the
-    file has besides under other names of a tied parameter, behind what is taken; `untied`: those of other values.
+    file has besides under other names of a tied parameter, after what is taken; `untied`: those of other values.
     """
 
     found: dict[str, tuple[Piece, ...]] = field(default_factory=dict, init=False)

@@ -28,7 +28,7 @@ class Stack:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """Tensors become one, one behind the other along `dim`."""
+    """Tensors become one, one after the other along `dim`."""
 
     dim: int
 

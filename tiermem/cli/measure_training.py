@@ -91,7 +91,7 @@ def train_steps(
         backward: forward and backward of a step, given its number and the model.
         optimizer: of the offloaded model.
         config: the settings; `swap_dirs` exist.
-        steps: how many are measured, behind three that are not.
+        steps: how many are measured, after three that are not.
         offloading: what else `tiermem.offload` takes.
 
     Raises what training raises.

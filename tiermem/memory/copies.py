@@ -73,7 +73,7 @@ class CopyLine:
     def __init__(self, name: str, launch: Callable[[Copy], Flight]) -> None:
         """`launch(copy)` is called on the line's thread; an error it raises ends that copy."""
         self._launch = launch
-        # Not a condition, which may stay locked behind an interrupt of whoever closes (`tiermem/future.py` says why).
+        # Not a condition, which may stay locked after an interrupt of whoever closes (`tiermem/future.py` says why).
         self._lock = threading.Lock()
         self._asked: SimpleQueue[Copy | None] = SimpleQueue()
         self._closed = False

@@ -32,7 +32,7 @@ class LateNorms:
         found = []
         for unit in self._units:
             if not self._gradients.are_known(self._updated(unit)):
-                break  # nor are those behind it
+                break  # nor are those after it
             found.append(unit)
         for unit in found:
             del self._units[unit]

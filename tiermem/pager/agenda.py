@@ -13,7 +13,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 
 from tiermem.pager.page import PageKey
 
-# Pages of a unit in the course of its update that go before the computation's next unit; the rest comes behind it.
+# Pages of a unit in the course of its update that go before the computation's next unit; the rest comes after it.
 _FIRST = 16
 
 

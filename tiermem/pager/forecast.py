@@ -137,7 +137,7 @@ class Forecast:
         return set(group)
 
     def note(self, lane: Lane, key: PageKey) -> None:
-        """Move the lane's cursor behind its next access to `key`; an access not expected here is a surprise."""
+        """Move the lane's cursor past its next access to `key`; an access not expected here is a surprise."""
         self._fetched.discard(key)
         if lane is Lane.UPDATE and self._agenda is not None:
             self._agenda.tick_off(key)
@@ -181,7 +181,7 @@ class Forecast:
     ) -> int:
         """Absolute position of the next access to `key` by one of `lanes`; without one, LRU order by `last_use`.
 
-        A page that the plan does not keep for that access is `LATER`, behind all that it keeps. Not `planned`: on
+        A page that the plan does not keep for that access is `LATER`, after all that it keeps. Not `planned`: on
         another tier than the plan's.
         """
         if self._schedule is None:
@@ -238,7 +238,7 @@ class Forecast:
         """One step of the record, less what is announced or done already, with the agenda in between.
 
         With `Schedule.hasty` only that many pages of updates that are not announced yet come where they are recorded.
-        The others come behind the next parameters that the computation asks for, and behind the gradients of these,
+        The others come after the next parameters that the computation asks for, and after the gradients of these,
         which would find no room otherwise. So does the agenda where the computation is about to write such gradients.
 
         All lanes start where the computation is, so that nothing has to be merged. One loop without calls: every look
@@ -276,7 +276,7 @@ class Forecast:
                 if not known and start + index < done.get(key, 0):
                     continue
                 if key[0] != unit and not together:
-                    # Behind another unit's update, and no parameters between them: the computation waits for both.
+                    # After another unit's update, and no parameters between them: the computation waits for both.
                     for late in itertools.chain(head, next(waiting, ())) if unit is not None else ():
                         yield now, update, late
                     unit = key[0]
@@ -334,9 +334,9 @@ class Forecast:
     def update_done(self, key: PageKey) -> None:
         """The update has made the access to `key` that the computation brought about last."""
         if self._schedule is not None and key in self._due:
-            position, behind = self._due[key]
+            position, gradient = self._due[key]
             period, cursor = self._schedule.period, self._lanes[Lane.COMPUTE].cursor
-            self._done[key] = position + (cursor - 1 - behind) // period * period + 1
+            self._done[key] = position + (cursor - 1 - gradient) // period * period + 1
 
 
 class _Beside(Forecast):

@@ -48,7 +48,7 @@ class Lease:
     ) -> None:
         """`frames`: where the bytes are. `fences`: what a device may still be doing with them.
 
-        `make_fence()`: a fence behind what the calling thread has asked of a device; None where there is no device.
+        `make_fence()`: a fence after what the calling thread has asked of a device; None where there is no device.
         """
         self.handed_over: tuple[Fence, ...] = ()
         self._make_fence = make_fence
@@ -112,7 +112,7 @@ class Lease:
     def _close(self, parting: Parting, error: BaseException | None) -> None:
         if not self._closed:
             self._frames = None
-            self._release(self, parting, error)  # said twice, by two threads or behind an interrupt, it counts once
+            self._release(self, parting, error)  # said twice, by two threads or after an interrupt, it counts once
             self._closed = True
 
     def __enter__(self) -> Self:

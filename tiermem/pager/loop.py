@@ -2,7 +2,7 @@
 
 Owns the loop, the thread and the order of messages. Does not know pages. Guarantees that messages run one after the
 other in the order they were posted, that any number of them posted in one go cost one wake-up, that `after` runs once
-behind each batch, and that after `shut` nobody's message is taken without being told so.
+after each batch, and that after `shut` nobody's message is taken without being told so.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def choose_read_ahead(
     An access is a page, the bytes it takes on the tier, and whether the tier holds it already or a move to it is under
     way. Walks the coming ones in order (each page once, and none that is leased) and adds up what has to stay: the
     leased bytes (`held`), every page met on the way, and `reserve` for the largest single demand. Stops at the first
-    page that does not fit into `capacity` (bytes) or lies further ahead than `look_ahead` bytes. What lies behind that
+    page that does not fit into `capacity` (bytes) or lies further ahead than `look_ahead` bytes. What lies beyond that
     point may be evicted for it.
     """
     chosen: list[PageKey] = []

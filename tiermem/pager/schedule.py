@@ -15,7 +15,7 @@ from tiermem.pager.page import Kind, Lane, PageKey
 
 
 class Step(enum.Enum):
-    """What a step does beside evaluations: begins, or begins again; comes to what may be one; goes on behind one.
+    """What a step does beside evaluations: begins, or begins again; comes to what may be one; goes on after one.
 
     RESTS: it has not begun, and others write pages meanwhile, perhaps the same ones again and again.
     """
@@ -40,7 +40,7 @@ class Schedule:
     Attributes:
         accesses: who accesses what.
         hasty: how many pages of a unit's update are fetched before the parameters that the computation asks for next;
-            the others come behind them and their gradients, wherever the update is recorded. None: all come before.
+            the others come after them and their gradients, wherever the update is recorded. None: all come before.
         rests: whether some units are updated after backward though others are under it (`planner/resting.py`): pages of
             the former are to stay.
         period: positions from one step to the next.

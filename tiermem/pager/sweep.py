@@ -175,7 +175,7 @@ def make_cyclic(course: Course, capacity: int, stays: list[bool]) -> list[bool]:
     beginning: dict[int, list[int]] = {}
     for number, gap in enumerate(gaps):
         beginning.setdefault(gap.begin % count, []).append(number)
-    # Gaps at the position, by (minus the position behind the last of them, number): the farthest next use comes first.
+    # Gaps at the position, by (minus the position after the last of them, number): the farthest next use comes first.
     here = [(-gap.left(0, count), number) for number, gap in enumerate(gaps) if gap.covers(0, count)]
     heapq.heapify(here)
     for position in range(count):

@@ -208,7 +208,7 @@ class ComputeActor:
         self._note("step", began)
 
     def _next(self, position: int) -> Access | None:
-        """What comes behind an access of the batch."""
+        """What comes after an access of the batch."""
         order = self._world.design.workload.order
         return order[position + 1] if position + 1 < len(order) else None
 
@@ -275,7 +275,7 @@ class ComputeActor:
         yield from self._compute(after)
 
     def _gradient_seconds(self, unit: int) -> tuple[float, float]:
-        """Of backward while the unit's gradients arrive and are moved, and behind that."""
+        """Of backward while the unit's gradients arrive and are moved, and after that."""
         whole = self._share(unit, 1) if self._backward == unit else 0.0
         moving = self._world.design.times[unit].gradient
         return whole * (1 - _BEFORE_GRADIENT - _AFTER_GRADIENT) + moving, whole * _AFTER_GRADIENT

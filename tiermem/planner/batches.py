@@ -4,7 +4,7 @@ Owns how many batches the shorter step has, which of them stand for those that i
 Guarantees that what the ends of a step cost is counted once, and that a batch which moves nothing moves nothing however
 often it comes.
 
-Why in the midst: behind the first batches each does what those before it did, or several of them do so in turns (one,
+Why in the midst: after the first batches each does what those before it did, or several of them do so in turns (one,
 three, four and nine were seen); towards the end pages of the update are brought, as far ahead as the pager looks. Two
 steps of different lengths differ by more than the batches between them: how the last pages happen to fit goes up and
 down with their number.
@@ -21,13 +21,13 @@ from tiermem.planner.design import Design
 from tiermem.planner.simulate import Simulation, Spent
 from tiermem.zero3.order import Phase
 
-# Batches behind which memory holds what it goes on to hold; no more than so many are left in all.
+# Batches after which memory holds what it goes on to hold; no more than so many are left in all.
 _MOST = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Excerpt:
-    """Which batches of a shorter step are looked at: behind the `first` ones, `looked_at` of them."""
+    """Which batches of a shorter step are looked at: after the `first` ones, `looked_at` of them."""
 
     first: int
     looked_at: int

@@ -112,7 +112,7 @@ class SimulatedUnits:
 
 
 class SimulatedWholeUnits(SimulatedUnits):
-    """As `zero3.whole.WholeUnits`: pages of one's own, completed from the other ranks once behind an update."""
+    """As `zero3.whole.WholeUnits`: pages of one's own, completed from the other ranks once after an update."""
 
     def __init__(self, world: World, conductor: SimulatedConductor, update: UpdateActor) -> None:
         super().__init__(world, conductor, update)

@@ -54,7 +54,7 @@ class Division:
 
     @property
     def whole(self) -> bool:
-        """Whether each rank has all parameters, and completes a unit from the others behind its update."""
+        """Whether each rank has all parameters, and completes a unit from the others after its update."""
         return self.stage < 3 and self.ranks > 1
 
     @property

@@ -19,7 +19,7 @@ from tiermem.planner.design import Design
 from tiermem.planner.predict import coarsened
 from tiermem.planner.simulate import simulating
 
-# Steps behind a change that do not count: what is in memory comes from the look-ahead before.
+# Steps after a change that do not count: what is in memory comes from the look-ahead before.
 SETTLING = 1
 # Steps whose median counts: of three, one may have been disturbed (a commit, an evaluation).
 COUNTED = 3

@@ -1,4 +1,4 @@
-"""Which units are updated behind backward, though others are updated under it, because their pages can stay in memory.
+"""Which units are updated after backward, though others are updated under it, because their pages can stay in memory.
 
 Owns the choice, from sizes and budgets. Does not know pages, ranks or when anything happens. Guarantees that what it
 chooses takes no more than a given part of host memory, and is nothing where the budget has room for no more than what

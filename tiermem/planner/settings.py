@@ -71,12 +71,12 @@ class PlanSettings:
 
     @property
     def acts_as(self) -> str:
-        """`update`, or what becomes of it where gradients are added up behind backward."""
+        """`update`, or what becomes of it where gradients are added up after backward."""
         return acting(self.update, late=self.division.late)
 
 
 def acting(update: str, *, late: bool) -> str:
-    """`update` as it acts; `late`: gradients are added up over ranks behind backward, so nothing is updated in it."""
+    """`update` as it acts; `late`: gradients are added up over ranks after backward, so nothing is updated in it."""
     return "forward" if late and update in ("backward", "auto") else update
 
 

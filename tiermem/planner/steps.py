@@ -10,7 +10,7 @@ order, would send the forecast astray (a page that was just written would seem t
 65 M float32 parameters and a budget of 15 % of their state, a quarter more bytes were read.
 
 Over ranks a bucket is asked for before the next unit is gathered, and a unit's gradients are added up after the next
-bucket was asked for. A schedule that had the first behind the gathering, and the second before that bucket, sent the
+bucket was asked for. A schedule that had the first after the gathering, and the second before that bucket, sent the
 forecast a whole step ahead several times in each backward (README.md, "Several ranks"). So did one in which ranks that
 have all parameters take the next unit of backward only when the one before it is added up: nothing has to be gathered.
 """
@@ -63,7 +63,7 @@ def plan_step(
             order; of all others they are leased at once.
         resting: units that are updated as in "forward" though others are in "backward" (resting.py).
         together: whether several micro-batches go through a unit before the next one.
-        late: whether gradients are added up over ranks behind the last backward.
+        late: whether gradients are added up over ranks after the last backward.
     """
     transit = {shard.unit: shard for shard in shards if shard.layout.ranks > 1}
     whole = any(shard.whole for shard in transit.values())
@@ -136,8 +136,8 @@ def _course(
             if alone or (not beside and index == last[access.unit]):
                 yield from _added_up(waiting)
             continue
-        behind = beside and whole and not left_open
-        if not behind and (access.phase is Phase.FORWARD or not (taken == index or left_open)):
+        afterwards = beside and whole and not left_open
+        if not afterwards and (access.phase is Phase.FORWARD or not (taken == index or left_open)):
             yield from _added_up(waiting)
         if taken != index:
             yield _Part.TAKE, index
@@ -172,7 +172,7 @@ def _added_up(waiting: list[int]) -> Iterator[tuple[_Part, int]]:
 def _places(
     accesses: Sequence[Access], tiles: Mapping[int, int], update: str, resting: Collection[int]
 ) -> tuple[Mapping[int, Sequence[int]], Mapping[int, Sequence[int]]]:
-    """Which units are updated before the access of each index, and which behind it."""
+    """Which units are updated before the access of each index, and which after it."""
     received = list(dict.fromkeys(access.unit for access in accesses if access.phase is Phase.GRADIENT))
     updated = [unit for unit in received if tiles.get(unit, 0)]
     last = {access.unit: index for index, access in enumerate(accesses) if access.phase is Phase.GRADIENT}

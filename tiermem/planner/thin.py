@@ -5,7 +5,7 @@ Guarantees that every unit, tile and request that is left has its real size, tha
 bytes as in the whole step, that of the rest of the budget and of the states the same share is left, and that what grows
 by the same amount with each unit comes out exactly.
 
-Why a line: behind its first few units a step of equal units does the same for each of them, so seconds and bytes
+Why a line: after its first few units a step of equal units does the same for each of them, so seconds and bytes
 grow with their number by a constant amount; what the ends of a step and the pages in use cost is there in both short
 steps, and so in the line. What is lost: what happens once in many units (a write that is late every hundredth unit is
 late in none of seventy), and how units that differ in seconds are mixed, since one repetition's are taken for equal.
@@ -70,7 +70,7 @@ def repetitions(workload: Workload) -> list[Repetition]:
 
 
 def _candidates(forward: Sequence[int], begin: int, alike: Alike) -> Iterator[Repetition]:
-    """What repeats from `begin` on, by blocks of each length, shortest first; nothing behind one that covers all."""
+    """What repeats from `begin` on, by blocks of each length, shortest first; nothing after one that covers all."""
     for block in range(1, _LONGEST_BLOCK + 1):
         found = _repeated(forward, begin, block, alike)
         yield found

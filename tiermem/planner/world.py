@@ -118,7 +118,7 @@ class World:
         self.counters = Counters(clock=lambda: self.clock.now)
         self.residency = RecordingResidency(self._chain(), Forecast(), self.counters, ended=self._ended)
         self.service = Service(self.residency, self._appetite())
-        self.pump = Pulse()  # due: something has happened that the pager does its work behind
+        self.pump = Pulse()  # due: something has happened after which the pager does its work
         self.waiting: LeaseRequest | str | None = None  # what the computation waits for
         self.stalls: dict[str, float] = {}
         for key, nbytes in design.pages():
@@ -208,7 +208,7 @@ class World:
         self.post(lambda: self.residency.discard(self.residency.page(key)))
 
     def post(self, function: Callable[[], None]) -> bool:
-        """As `pager.core.Core` is asked to run a function, and to do its work behind it."""
+        """As `pager.core.Core` is asked to run a function, and to do its work after it."""
         function()
         self.pump.due = True
         return True
@@ -273,7 +273,7 @@ class World:
         self.pump.due = True
 
     def _settle(self) -> None:
-        """As `pager.core.Core`: a pump behind whatever has happened to pages, none behind what has not."""
+        """As `pager.core.Core`: a pump after whatever has happened to pages, none where nothing has."""
         if self.pump.due:
             self.pump.due = False
             self.service.pump()

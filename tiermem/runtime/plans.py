@@ -1,7 +1,7 @@
 """The plan of the step that comes: made again whenever the recorded order changes, or the look-ahead.
 
 Owns what was planned for last. Does not know how an order is recorded, nor how a look-ahead is chosen. Guarantees that
-the counters close each step once, and that the pager is at the beginning of a step behind it. Used from the compute
+the counters close each step once, and that the pager is at the beginning of a step after it. Used from the compute
 thread only.
 """
 

@@ -6,7 +6,7 @@ placeholder, except one that writes into it, which is left to fail; and that who
 
 Why. `F.linear(x, self.embedding.weight)` for a tied output, `self.table.weight[i]`: no hook of the embedding runs, and
 what is read is NaN. So it is in backward, where a checkpoint runs a function again that reads parameters and belongs
-to no module, and in a loss computed behind the model's call. What only looks at a model at rest (an average, a
+to no module, and in a loss computed after the model's call. What only looks at a model at rest (an average, a
 conversion) is left alone: there the user says what is to be in memory (`runtime.gathered`).
 """
 

@@ -138,8 +138,8 @@ def node_number(node: torch.autograd.graph.Node) -> int:
 
 def has_hooks(parameter: torch.Tensor) -> bool:
     """Whether somebody wants to see the gradient of `parameter`; one hook after its accumulation is our own."""
-    before, behind = parameter._backward_hooks, parameter._post_accumulate_grad_hooks  # noqa: SLF001
-    return bool(before) or len(behind or ()) > 1
+    before, after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks  # noqa: SLF001
+    return bool(before) or len(after or ()) > 1
 
 
 def unseen(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -53,7 +53,7 @@ class OwnThread:
 
     def __init__(self, target: Callable[[], None]) -> None:
         self._target, self._context = target, contextvars.copy_context()
-        # Queues, where semaphores would do, but may stay locked behind an interrupt (`tiermem/future.py` says why).
+        # Queues, where semaphores would do, but may stay locked after an interrupt (`tiermem/future.py` says why).
         self._go: SimpleQueue[None] = SimpleQueue()
         self._back: SimpleQueue[None] = SimpleQueue()
         self._thread: threading.Thread | None = None

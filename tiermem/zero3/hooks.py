@@ -84,7 +84,7 @@ class LastHook:
         self._handle = module.register_forward_hook(hook, always_call=True)
 
     def renew(self) -> None:
-        """Go behind what was registered since the last time; back to its place if somebody has taken it off."""
+        """Go after what was registered since the last time; back to its place if somebody has taken it off."""
         if next(reversed(self._module._forward_hooks), None) != self._handle.id:  # noqa: SLF001 - no public way to ask
             self._handle.remove()
             self._handle = self._module.register_forward_hook(self._hook, always_call=True)

@@ -7,7 +7,7 @@ Why parents are called too: many models initialise a layer's parts from the clas
 by depth, an embedding from the whole model), children first. While one unit is being initialised every other parameter
 is on the meta device, where writing does nothing, so calling the parents of each unit repeats exactly that order.
 
-Models of transformers tie weights behind their initialisation: what it writes through the name that is tied, say of the
+Models of transformers tie weights after their initialisation: what it writes through the name that is tied, say of the
 head, is dropped there. So those names, too, are on the meta device meanwhile.
 """
 

@@ -73,7 +73,7 @@ class NormReader:
 
 
 class _CudaCopy:
-    """A copy behind what the calling thread has asked of its current stream, to page-locked memory."""
+    """A copy after what the calling thread has asked of its current stream, to page-locked memory."""
 
     def __init__(self, norms: Sequence[torch.Tensor]) -> None:
         stacked = torch.stack(list(norms))

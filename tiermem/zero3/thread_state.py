@@ -26,7 +26,7 @@ def put_thread_aside() -> Callable[[], None]:
     stacks = [(push, _emptied(length, pop)) for length, pop, push in _stacks()]
     switches = _switches()
     before = [(switch, ask()) for switch, ask, _ in switches]
-    # Its end makes it as it was now, with all dispatch keys; so it comes behind the stacks, and before the rest.
+    # Its end makes it as it was now, with all dispatch keys; so it comes after the stacks, and before the rest.
     inference = torch.inference_mode(mode=False)
     inference.__enter__()
     nesting = _set_nesting(0)
