@@ -14,7 +14,6 @@ was on a machine at rest counts, whatever its error; where there was none, the l
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 import math
@@ -38,7 +37,14 @@ from calibration import (
     train_once,
     work_of,
 )
-from common import RESULTS, describe_surroundings, earlier_result, end_on_sigterm, write_result
+from common import (
+    arguments_of,
+    describe_surroundings,
+    earlier_result,
+    end_on_sigterm,
+    result_folder,
+    write_result,
+)
 from workloads import Workload
 
 from tiermem.cli import measure as measuring
@@ -73,17 +79,14 @@ def cases(*, quick: bool) -> list[Case]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Calibrate, predict, measure, calibrate; print the table, write the result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a tiny model, two configurations, no result file")
+    parser = arguments_of(__doc__, quick="a tiny model, two configurations")
     parser.add_argument("--steps", type=int, default=5, help="measured steps of each configuration, at least five")
     parser.add_argument("--only", nargs="+", default=(), metavar="WORD", help="configurations with all of these words")
     parser.add_argument("--add", action="store_true", help="only what today's result lacks, and add it there")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin nothing after so long")
-    parser.add_argument("--directory", type=Path, default=Path(), help="where swap files go (default: here)")
-    parser.add_argument("--results", type=Path, help=f"where the result goes (default: {RESULTS.name}/)")
     options = parser.parse_args(arguments)
     surroundings = describe_surroundings(PACKAGES)
-    results = options.results or (None if options.quick else RESULTS)
+    results = result_folder(options)
     earlier = earlier_result(THEME, surroundings, results) if options.add and results is not None else {}
     rows: list[dict[str, Any]] = list(earlier.get("rows", []))
     wanted = [case for case in cases(quick=options.quick) if all(word in describe(case) for word in options.only)]

@@ -26,7 +26,7 @@ from swap.errors import NO_SPACE, FormatError, SwapClosedError, SwapFullError, S
 from swap.file_systems import file_system_of
 from swap.intact import has_all_blocks, require_intact
 from swap.locks import DirectoryLock, close_descriptor, in_use
-from swap.paths import check_directory, sync_directory, unlink_if_same
+from swap.paths import require_directory, sync_directory, unlink_if_same
 from swap.superblock import LEFT_ALONE, SUPERBLOCK_BYTES, Identity, Superblock
 from swap.syscalls import SystemCalls
 from swap.system import require_linux
@@ -103,7 +103,7 @@ class SwapFile:
         require_linux()
         system = system or SystemCalls()
         path = os.path.join(os.fspath(directory), f"{name}.swapfile")
-        check_directory(os.fspath(directory), system)
+        require_directory(os.fspath(directory), system)
         lock = DirectoryLock(os.path.join(os.fspath(directory), f"{name}.lock"), system)
         try:
             size, found = look(path, system)

@@ -23,7 +23,7 @@ from swap.manifest_files import ManifestFiles
 from swap.patience import PatientSystemCalls
 from swap.probe import measure_weights
 from swap.settings import EngineSettings
-from swap.stripes import check_weights, fill, proportional
+from swap.stripes import fill, proportional, require_weights
 from swap.superblock import Identity, new_run_id
 from swap.syscalls import SystemCalls
 
@@ -49,10 +49,10 @@ def reserve_files(
         raise ValueError("expected one or more swap directories, found none")
     if nbytes <= 0:
         raise ValueError(f"expected a positive number of bytes, found {nbytes}")
-    _check_distinct(directories)
+    _require_distinct(directories)
     if weights == "measure":
         weights = measure_weights(directories, name=name, settings=settings, system=system)
-    ratio = check_weights([1.0] * len(directories) if weights is None else weights, len(directories))
+    ratio = require_weights([1.0] * len(directories) if weights is None else weights, len(directories))
     patient = PatientSystemCalls(system, settings.stall_seconds)
     shares = [ALIGNMENT] * len(directories)
     if not keep:
@@ -75,7 +75,7 @@ def reserve_files(
                 )
             )
         if keep:
-            _check_kept(files, nbytes)
+            _require_kept(files, nbytes)
     except BaseException:
         give_back(files)
         raise
@@ -130,7 +130,7 @@ def _answered(directory: Path, name: str, patient: PatientSystemCalls, system: S
         raise SwapIOError("look at", directory, errno=error.errno or errno.ETIMEDOUT) from error
 
 
-def _check_distinct(directories: Sequence[Path]) -> None:
+def _require_distinct(directories: Sequence[Path]) -> None:
     seen: list[Path] = []
     for directory in directories:
         if os.path.exists(directory):
@@ -156,7 +156,7 @@ def _shares(rooms: Sequence[tuple[int, int]], nbytes: int, weights: Sequence[flo
     return [max(ALIGNMENT, share) for share in filled] if filled is not None else wanted
 
 
-def _check_kept(files: Sequence[SwapFile], nbytes: int) -> None:
+def _require_kept(files: Sequence[SwapFile], nbytes: int) -> None:
     run_id = files[0].identity.run_id
     for index, file in enumerate(files):
         identity = file.identity

@@ -26,7 +26,7 @@ def sync_directory(directory: str, system: SystemCalls) -> None:
         raise SwapIOError("sync", directory, errno=error.errno or errno.EIO) from error
 
 
-def check_directory(directory: str, system: SystemCalls) -> None:
+def require_directory(directory: str, system: SystemCalls) -> None:
     """Raise SwapIOError unless it is one."""
     try:
         mode = system.ask(lambda: os.stat(directory).st_mode)

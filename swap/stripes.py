@@ -21,7 +21,7 @@ MINIMUM_STRIPE = 1 << 20
 """Bytes of the smallest piece an extent is cut into while there is room."""
 
 
-def check_weights(weights: Sequence[float], count: int) -> tuple[float, ...]:
+def require_weights(weights: Sequence[float], count: int) -> tuple[float, ...]:
     """The weights as floats. Raises ValueError unless there are `count` of them, positive and finite."""
     found = tuple(float(weight) for weight in weights)
     if len(found) != count or not all(weight > 0 and math.isfinite(weight) for weight in found):

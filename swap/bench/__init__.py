@@ -6,7 +6,7 @@ afterwards however the measurement ends, and that room is left on the drive. See
 """
 
 from swap.bench.cases import PATTERNS, Case, Measurement, Pattern, choose_best, percentile
-from swap.bench.ground import Ground, check_room
+from swap.bench.ground import Ground, require_room
 from swap.bench.leftovers import remove_leftovers
 from swap.bench.plan import Order, Plan, make_plan
 from swap.bench.report import BenchReport
@@ -21,10 +21,10 @@ __all__ = [
     "Order",
     "Pattern",
     "Plan",
-    "check_room",
     "choose_best",
     "make_plan",
     "percentile",
     "remove_leftovers",
+    "require_room",
     "run_bench",
 ]

@@ -86,7 +86,7 @@ class Ground:
         """
         system = system or SystemCalls()
         patient = PatientSystemCalls(system, stall_seconds)
-        check_room(directories, nbytes, patient)
+        require_room(directories, nbytes, patient)
         ground = cls(nbytes, AlignedBuffer(buffer_nbytes, huge_pages=huge_pages), system)
         try:
             _fill_with_noise(ground.buffer.view)
@@ -135,7 +135,7 @@ class Ground:
         self.close()
 
 
-def check_room(directories: Sequence[Path], nbytes: int, system: SystemCalls | None = None) -> None:
+def require_room(directories: Sequence[Path], nbytes: int, system: SystemCalls | None = None) -> None:
     """Raise SwapIOError unless all are directories, SwapFullError unless `nbytes` fit into each with room to spare."""
     system = system or SystemCalls()
     wanted: dict[int, int] = {}

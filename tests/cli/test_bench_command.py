@@ -16,7 +16,7 @@ from tiermem.cli import main
 from tiermem.cli.bench import BenchProgress
 from tiermem.cli.bench_plot import draw, lines
 from tiermem.cli.copies import measure_copies
-from tiermem.cli.disk import check_plot
+from tiermem.cli.disk import require_drawable
 from tiermem.errors import ConfigError
 
 QUICK = ["--size", "8MiB", "--seconds", "0.05", "--block-size", "1MiB", "--queue-depth", "2"]
@@ -139,18 +139,18 @@ def test_a_picture_has_a_line_for_each_block_size_and_way() -> None:
 def test_without_matplotlib_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'tiermem\[plots\]'"):
-        check_plot(tmp_path / "a.png")
+        require_drawable(tmp_path / "a.png")
 
 
 def test_a_place_for_the_picture_that_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     with pytest.raises(ConfigError, match=r"ending in \.png, \.svg, \.pdf"):
-        check_plot(tmp_path / "a.txt")
+        require_drawable(tmp_path / "a.txt")
     with pytest.raises(ConfigError, match="not a directory"):
-        check_plot(tmp_path / "none" / "a.png")
+        require_drawable(tmp_path / "none" / "a.png")
     (tmp_path / "a.png").mkdir()
     with pytest.raises(ConfigError, match="found the directory"):
-        check_plot(tmp_path / "a.png")
+        require_drawable(tmp_path / "a.png")
 
 
 def test_the_picture_is_drawn(tmp_path: Path) -> None:

@@ -24,9 +24,9 @@ def test_directories_on_one_file_system_count_once(tmp_path: Path, monkeypatch: 
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     monkeypatch.setattr(disk, "free_bytes", lambda directory: 1000)
-    disk.check_space([tmp_path / "a", tmp_path / "b"], 1000)
+    disk.require_room([tmp_path / "a", tmp_path / "b"], 1000)
     with pytest.raises(ConfigError, match=r"1001 bytes.*1000 bytes.*free"):
-        disk.check_space([tmp_path / "a", tmp_path / "b"], 1001)
+        disk.require_room([tmp_path / "a", tmp_path / "b"], 1001)
 
 
 def test_where_no_directory_can_be_made_the_option_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +156,7 @@ def test_the_disk_needs_room_for_parameters_state_and_gradients_as_they_are_kept
     for update, commits, copies in (("step", False, 1), ("backward", True, 3)):
         needed = 1000 * (copies * copied + once)
         monkeypatch.setattr(disk, "free_bytes", lambda directory, free=needed: free)
-        subject.check_space(config, update, commits=commits)
+        subject.require_room(config, update, commits=commits)
         monkeypatch.setattr(disk, "free_bytes", lambda directory, free=needed - 1: free)
         with pytest.raises(ConfigError, match=f"swapping needs .*{needed} bytes"):
-            subject.check_space(config, update, commits=commits)
+            subject.require_room(config, update, commits=commits)

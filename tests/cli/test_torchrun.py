@@ -126,7 +126,7 @@ def test_without_a_swap_directory_all_ranks_keep_their_commits_in_one(warm_pytho
 
 def test_a_batch_that_cannot_be_divided_is_refused() -> None:
     with pytest.raises(tiermem.ConfigError, match=r"--batch 5 cannot be divided over 2 ranks"):
-        Launch(1, 2).check_rows(5)
+        Launch(1, 2).require_divisible(5)
 
 
 def test_ranks_of_several_machines_need_room_for_their_own_part(
@@ -136,10 +136,10 @@ def test_ranks_of_several_machines_need_room_for_their_own_part(
     subject = Subject(None, 1000, source=ByteTokens(Corpus([Path(__file__)])))
     config = tiermem.Config(swap_dirs=[tmp_path])
     monkeypatch.setattr(disk, "free_bytes", lambda directory: 7000)
-    subject.check_space(config, "step", commits=False, launch=Launch(0, 4, neighbours=2))
+    subject.require_room(config, "step", commits=False, launch=Launch(0, 4, neighbours=2))
     for launch in (None, Launch(0, 2, neighbours=2), Launch(0, 4, neighbours=3)):
         with pytest.raises(tiermem.ConfigError, match=r"swapping needs .*7000 bytes\) free"):
-            subject.check_space(config, "step", commits=False, launch=launch)
+            subject.require_room(config, "step", commits=False, launch=launch)
 
 
 def test_a_rank_that_ends_while_the_others_join_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from tiermem.errors import ResumeError
 from tiermem.runtime.blueprint import draw
-from tiermem.runtime.record import check_layout, layout_record
+from tiermem.runtime.record import layout_record, require_same_layout
 
 
 def record_of(*layers: nn.Module, directory: Path, **settings: Any) -> dict[str, Any]:
@@ -33,15 +33,15 @@ def test_a_model_with_less_or_more_of_the_same_is_another(
     layers: list[nn.Module], message: str, tmp_path: Path
 ) -> None:
     committed = record_of(nn.Linear(4, 4), nn.Linear(4, 4), directory=tmp_path)
-    check_layout(committed, record_of(nn.Linear(4, 4), nn.Linear(4, 4), directory=tmp_path))
+    require_same_layout(committed, record_of(nn.Linear(4, 4), nn.Linear(4, 4), directory=tmp_path))
     with pytest.raises(ResumeError, match=f"this is not the run that was committed: {message}"):
-        check_layout(committed, record_of(*layers, directory=tmp_path))
+        require_same_layout(committed, record_of(*layers, directory=tmp_path))
 
 
 def test_what_records_did_not_say_at_first_is_as_it_was_then(tmp_path: Path) -> None:
     here = record_of(nn.Linear(4, 4), directory=tmp_path)
     later = ("copies", "stage", "kept", "coalesce")
-    check_layout({name: value for name, value in here.items() if name not in later}, here)
+    require_same_layout({name: value for name, value in here.items() if name not in later}, here)
     for name in later:
         with pytest.raises(ResumeError, match=f"{name} was None, is 2"):
-            check_layout(here, here | {name: 2})
+            require_same_layout(here, here | {name: 2})

@@ -78,7 +78,7 @@ class Draft:
         """Give the folder its name; durable when this returns. Raises ConfigError if the name was taken meanwhile."""
         sync_directory(os.fspath(self.folder), self._system)
         with reporting("rename", self.path, system=self._system):
-            self._system.ask(lambda: _check_free(self.path))
+            self._system.ask(lambda: _require_free(self.path))
             self._naming = True
             self._system.rename(os.fspath(self.folder), os.fspath(self.path))
         self._finished = True
@@ -117,7 +117,7 @@ class Draft:
 
 def _begin(path: Path) -> Path:
     """Make the folder that is to become `path`."""
-    _check_free(path)
+    _require_free(path)
     return Path(tempfile.mkdtemp(prefix=f".{path.name[:_SHOWN]}.", suffix=".partial", dir=path.parent))
 
 
@@ -129,7 +129,7 @@ def _remove(folder: Path) -> None:
     folder.rmdir()
 
 
-def _check_free(path: Path) -> None:
+def _require_free(path: Path) -> None:
     if not path.parent.is_dir():
         raise ConfigError(f"expected {str(path.parent)!r} to be a folder, found none; create it first")
     try:

@@ -16,11 +16,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from swap.bench import BenchReport, Order, Plan, check_room, make_plan, remove_leftovers, run_bench
+from swap.bench import BenchReport, Order, Plan, make_plan, remove_leftovers, require_room, run_bench
 from swap.blocks import ALIGNMENT, align_down
 from tiermem.cli import options
 from tiermem.cli.copies import measure_copies
-from tiermem.cli.disk import check_output, check_plot
+from tiermem.cli.disk import require_drawable, require_writable
 from tiermem.cli.options import checked_option, path_option
 from tiermem.cli.terminal import print_object, print_table, terminal
 from tiermem.errors import ConfigError
@@ -28,12 +28,12 @@ from tiermem.memory.sizes import parse_bytes
 from tiermem.output_file import write_whole
 
 
-def _check_size(text: str) -> None:
+def _require_size(text: str) -> None:
     if align_down(parse_bytes(text)) == 0:
         raise ConfigError(f"expected at least {ALIGNMENT} bytes, found {text!r}")
 
 
-def _check_block(text: str) -> None:
+def _require_block(text: str) -> None:
     if parse_bytes(text) < 1 or parse_bytes(text) % ALIGNMENT:
         raise ConfigError(f"expected a positive multiple of {ALIGNMENT} bytes, found {text!r}")
 
@@ -42,11 +42,12 @@ Directories = Annotated[
     list[Path], path_option("--dir", help="Directory to measure; repeatable: then alone, and striped together.")
 ]
 Size = Annotated[
-    str, checked_option("--size", _check_size, help="Size of the file made in each directory, such as 2GiB.")
+    str, checked_option("--size", _require_size, help="Size of the file made in each directory, such as 2GiB.")
 ]
 Seconds = Annotated[float, typer.Option("--seconds", help="Seconds for each pattern, shared by its settings.")]
 BlockSizes = Annotated[
-    list[str] | None, checked_option("--block-size", _check_block, help="Bytes of a request, such as 8MiB; repeatable.")
+    list[str] | None,
+    checked_option("--block-size", _require_block, help="Bytes of a request, such as 8MiB; repeatable."),
 ]
 QueueDepths = Annotated[
     list[int] | None, typer.Option("--queue-depth", help="Requests in flight on each device; repeatable.")
@@ -100,9 +101,9 @@ def bench(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     if out is not None:
-        check_output("--out", out)
+        require_writable("--out", out)
     if plot is not None:
-        check_plot(plot)
+        require_drawable(plot)
     report = measure(plan, terminal(stderr=True))
     found = {**report.to_dict(), "copy": measure_copies()}
     if json:
@@ -121,7 +122,7 @@ def measure(plan: Plan, console: Console) -> BenchReport:
     """Carry the plan out with a progress bar on `console`. Waits; raises what `run_bench` raises."""
     for left in remove_leftovers(plan.order.directories):
         console.print(f"removed {left}, left behind by a process that was killed", highlight=False, soft_wrap=True)
-    check_room(plan.order.directories, plan.order.nbytes)
+    require_room(plan.order.directories, plan.order.nbytes)
     estimate = plan.estimate_seconds()
     console.print(
         f"about {estimate:.0f} s; {plan.write_nbytes / 1e9:.1f} GB are written first, then measured", highlight=False

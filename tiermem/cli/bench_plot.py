@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tiermem.cli.disk import check_plot
+from tiermem.cli.disk import require_drawable
 from tiermem.output_file import write_whole
 
 _PATTERNS = ("read", "write", "mixed")
@@ -19,7 +19,7 @@ _PATTERNS = ("read", "write", "mixed")
 
 def draw(found: Mapping[str, Any], path: Path) -> None:
     """Draw bandwidth and 99th percentile of latency over queue depth, a line for each block size; errors as above."""
-    check_plot(path)
+    require_drawable(path)
     from matplotlib.figure import Figure  # not pyplot: no window system, no global state
 
     figure = Figure(figsize=(11, 6), layout="constrained")

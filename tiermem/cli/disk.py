@@ -45,7 +45,7 @@ def swap_directories(
     """
     if given:
         for directory in given:
-            check_directory(directory)
+            require_directory(directory)
         yield list(given)
         return
     made = Path(_make_directory() if once is None else once(_make_directory))
@@ -71,7 +71,7 @@ def _make_directory() -> str:
         raise ConfigError(f"no swap directory can be made here: {error}; name one with --swap-dir") from error
 
 
-def check_directory(directory: Path) -> None:
+def require_directory(directory: Path) -> None:
     """Raise `ConfigError` unless `directory` is a directory in which files can be made."""
     if not directory.exists():
         raise ConfigError(f"swap directory {directory} does not exist; make it, or mount the drive it is on")
@@ -81,7 +81,7 @@ def check_directory(directory: Path) -> None:
         raise ConfigError(f"swap directory {directory} is not writable")
 
 
-def check_output(option: str, file: Path) -> None:
+def require_writable(option: str, file: Path) -> None:
     """Raise `ConfigError` unless `file`, the value of `option`, can be written where it is asked for."""
     if file.is_dir():
         raise ConfigError(f"{option}: expected the name of a file, found the directory {file}")
@@ -91,21 +91,21 @@ def check_output(option: str, file: Path) -> None:
         raise ConfigError(f"{option}: {file} cannot be written there; choose another place")
 
 
-def check_picture(path: Path) -> None:
+def require_picture(path: Path) -> None:
     """Raise `ConfigError` unless the ending of `path` names a picture: matplotlib would draw another, or elsewhere."""
     if path.suffix not in _PICTURES:
         raise ConfigError(f"expected a file ending in {', '.join(_PICTURES)}, found {str(path)!r}")
 
 
-def check_plot(path: Path) -> None:
+def require_drawable(path: Path) -> None:
     """Raise `ConfigError` unless a picture can be drawn to `path`, the value of --plot; before there is one to draw."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("--plot needs matplotlib: pip install 'tiermem[plots]'")
-    check_picture(path)
-    check_output("--plot", path)
+    require_picture(path)
+    require_writable("--plot", path)
 
 
-def check_space(directories: Sequence[Path], nbytes: int) -> None:
+def require_room(directories: Sequence[Path], nbytes: int) -> None:
     """Raise `ConfigError` unless the file systems of `directories` together have `nbytes` free."""
     free = free_together(directories)
     if free < nbytes:

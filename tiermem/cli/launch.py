@@ -33,7 +33,7 @@ class Launch:
     neighbours: int = 1
     local: int = 0
 
-    def check_rows(self, rows: int) -> None:
+    def require_divisible(self, rows: int) -> None:
         """Raise `ConfigError` unless a batch of `rows` rows can be divided evenly."""
         if rows % self.size:
             raise ConfigError(

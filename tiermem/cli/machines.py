@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from tiermem.cli.disk import check_directory
+from tiermem.cli.disk import require_directory
 from tiermem.cli.measure import measure_machine, with_room_now
 from tiermem.cli.measure_device import rates_key
 from tiermem.cli.measure_workload import stand_for, with_rates_for
@@ -70,7 +70,7 @@ def this_machine(directories: Sequence[Path], config: Config, *, again: bool = F
     looked up each time. Raises ConfigError for a directory that cannot be used, and a device that is not there.
     """
     for directory in directories:
-        check_directory(directory)
+        require_directory(directory)
     key = rates_key(config)
     return _kept(directories, config, key, again=again, measure=lambda: measure_machine(directories, config))
 

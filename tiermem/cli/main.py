@@ -36,7 +36,7 @@ def tiermem(version: options.Version = False) -> None:  # noqa: ARG001 - see its
     quiet_libraries()
 
 
-def _check_resume(resume: bool, overwrite: bool, named: bool) -> None:
+def _refuse_contradiction(resume: bool, overwrite: bool, named: bool) -> None:
     if resume and not named:
         raise typer.BadParameter("--resume needs the --swap-dir (or --config) of the run to continue")
     if resume and overwrite:
@@ -76,7 +76,7 @@ def train(
     endurance: options.Endurance = None,
 ) -> None:
     """Train a causal language model on text under given memory budgets."""
-    _check_resume(resume, overwrite, bool(swap_dir or config))
+    _refuse_contradiction(resume, overwrite, bool(swap_dir or config))
     from tiermem.cli import train as training
     from tiermem.cli.subject import TrainOptions
 

@@ -24,7 +24,7 @@ import torch
 
 from swap import AlignedBuffer, EngineSettings, Extent, Request, SwapSpace
 from tiermem.cli.abandoned import remove_abandoned
-from tiermem.cli.disk import check_directory, free_together
+from tiermem.cli.disk import free_together, require_directory
 from tiermem.cli.measure_device import device_room, is_real, measure_device, rates_key
 from tiermem.cli.measure_layer import ANY_LAYER, in_time, layer_flops, slowed, train_layer
 from tiermem.cli.timing import mean_seconds, median_seconds, seconds_of
@@ -143,7 +143,7 @@ def measure_drive(directories: Sequence[Path], *, seconds: float = _DRIVE_SECOND
     matters.
     """
     for directory in directories:
-        check_directory(directory)
+        require_directory(directory)
         remove_abandoned(directory)
     free = free_together(directories)
     nbytes = min(nbytes, free // 4)

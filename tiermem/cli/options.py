@@ -19,7 +19,7 @@ import torch
 import typer
 
 import tiermem
-from tiermem.cli.disk import check_picture
+from tiermem.cli.disk import require_picture
 from tiermem.errors import ConfigError
 from tiermem.memory.sizes import parse_bytes
 from tiermem.settings_file import form_of
@@ -257,7 +257,7 @@ Actions = Annotated[
 ]
 ZeroTable = Annotated[bool, typer.Option("--zero-table", help="Also the bytes a GPU needs by ZeRO stage and offload.")]
 Plot = Annotated[
-    Path | None, path_option("--plot", check=check_picture, help="Draw it into this .png, .svg or .pdf (matplotlib).")
+    Path | None, path_option("--plot", check=require_picture, help="Draw it into this .png, .svg or .pdf (matplotlib).")
 ]
 MeasuredSteps = Annotated[
     int, typer.Option("--steps", min=0, help="Measured steps of each candidate; 0: decide by simulation alone.")

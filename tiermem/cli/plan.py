@@ -81,11 +81,11 @@ def find_workload(options: PlanOptions, config: Config) -> Workload:
             dtype=dtype,
             moments=config.moments,
         )
-    from tiermem.cli.presets import check_length, find_model
+    from tiermem.cli.presets import find_model, require_length
 
     name = options.model or ""
     model = find_model(name, vocabulary=0, otherwise=", or a number of parameters such as 70B")
-    check_length(model, name, options.seq)
+    require_length(model, name, options.seq)
     return model_workload(
         model,
         name,

@@ -50,11 +50,11 @@ def plan(
     from tiermem.planner.parts import division_of
 
     named = _named(model, model_option, parameters)
-    _check_machine(machine, measure)
+    _refuse_two_machines(machine, measure)
     with options.wrong_usage():
         division_of(ranks, copies)
     if plot is not None:
-        disk.check_plot(plot)
+        disk.require_drawable(plot)
     what = planning.PlanOptions(
         model=named,
         parameters=parameters,
@@ -81,7 +81,7 @@ def plan(
         beginning.say_slow(settings.dtype, terminal(stderr=True))
 
 
-def _check_machine(machine: str | None, measure: bool) -> None:
+def _refuse_two_machines(machine: str | None, measure: bool) -> None:
     if machine is not None and measure:
         raise typer.BadParameter("expected --measure, which measures this machine, or --machine, not both")
 
@@ -139,9 +139,9 @@ def tune(
     json: options.Json = False,
 ) -> None:
     """Find the settings with which a model trains fastest here: by simulation, then by a few measured steps."""
-    _check_machine(machine, measure)
+    _refuse_two_machines(machine, measure)
     from tiermem.cli import tune_steps
-    from tiermem.cli.disk import check_output, swap_directories
+    from tiermem.cli.disk import require_writable, swap_directories
     from tiermem.cli.subject import TrainOptions
     from tiermem.cli.train import make_config, named_directories
 
@@ -160,7 +160,7 @@ def tune(
     # From anywhere: with the names made absolute.
     asked = [directory.absolute() for directory in named_directories(config, swap_dir or ()) or [Path.cwd()]]
     if output is not None:
-        check_output("--output", output)
+        require_writable("--output", output)
     overrides = {"host_memory": host_memory, "device_memory": device_memory, "moments": moments}
     overrides |= {"update": update, "param_dtype": param_dtype}
     with swap_directories(asked, keep=False) as directories:

@@ -9,7 +9,7 @@ import io
 from pathlib import Path
 from typing import Any
 
-from tiermem.cli.disk import check_plot
+from tiermem.cli.disk import require_drawable
 from tiermem.errors import ConfigError
 from tiermem.output_file import write_whole
 from tiermem.planner.predict import Prediction
@@ -22,7 +22,7 @@ def plot_plan(prediction: Prediction, path: Path) -> None:
     simulation = prediction.simulation
     if simulation is None:
         raise ConfigError("a plan that does not fit has no step to draw; leave --plot out")
-    check_plot(path)
+    require_drawable(path)
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4), layout="constrained")

@@ -106,7 +106,7 @@ def find_model(model: str, *, vocabulary: int = BYTE_VOCABULARY, otherwise: str 
     return config
 
 
-def check_length(config: Any, model: str, seq: int) -> None:
+def require_length(config: Any, model: str, seq: int) -> None:
     """Raise `ConfigError` if `config`, that of `model`, says that it takes no sequences of `seq` tokens."""
     limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     if limit is not None and seq > limit:

@@ -25,7 +25,7 @@ class Scalars(Protocol):
         """Write what is left."""
 
 
-def check_scalars(directory: Path | None) -> None:
+def require_scalars(directory: Path | None) -> None:
     """Raise ConfigError if a directory is given and TensorBoard is not installed."""
     if directory is not None:
         _writer_class()

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 import tiermem
-from tiermem.cli.disk import check_space
+from tiermem.cli.disk import require_room
 from tiermem.cli.launch import Launch
-from tiermem.cli.presets import check_length, count_parameters, find_model
+from tiermem.cli.presets import count_parameters, find_model, require_length
 from tiermem.cli.text import ByteTokens, Corpus, TokenizerTokens, TokenSource, find_texts
 from tiermem.errors import ConfigError
 from tiermem.memory.machine import available_host_memory
@@ -63,7 +63,7 @@ class Subject:
     parameters: int
     source: TokenSource
 
-    def check_space(self, config: tiermem.Config, update: str, *, commits: bool, launch: Launch | None = None) -> None:
+    def require_room(self, config: tiermem.Config, update: str, *, commits: bool, launch: Launch | None = None) -> None:
         """Raise ConfigError unless the swap directories have room for the model's state as often as a run wants it.
 
         What is kept in memory needs no disk, but its room is reserved all the same. `launch`: the ranks, of which those
@@ -74,19 +74,19 @@ class Subject:
         moments = 2 if config.moments == "int8" else 8
         durable = config.dtype.itemsize + sum(kept.itemsize for kept in master_dtypes(config.dtype)) + moments
         nbytes = self.parameters * (durable * wanted_copies(update, commits=commits) + gradient)
-        check_space(config.swap_paths, (launch or Launch()).on_machine(nbytes))
+        require_room(config.swap_paths, (launch or Launch()).on_machine(nbytes))
 
 
 def find_subject(options: TrainOptions) -> Subject:
     """The model and the text that the options name. Raises ConfigError for what no training can be made with."""
-    check_numbers(options)
+    refuse_impossible(options)
     source = open_text(options)
     model_config = find_model(options.model, vocabulary=source.vocabulary)
-    check_length(model_config, options.model, options.seq)
+    require_length(model_config, options.model, options.seq)
     return Subject(model_config, count_parameters(model_config), source)
 
 
-def check_numbers(options: TrainOptions) -> None:
+def refuse_impossible(options: TrainOptions) -> None:
     """Raise ConfigError for numbers that no training can be made with, whatever the model."""
     nbytes, available = options.batch * options.seq * torch.int64.itemsize, available_host_memory()
     if nbytes > available:

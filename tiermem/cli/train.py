@@ -22,7 +22,7 @@ from rich.console import Console
 
 import tiermem
 from tiermem.cli.beginning import say_beginning
-from tiermem.cli.disk import capacity_bytes, check_output, swap_directories
+from tiermem.cli.disk import capacity_bytes, require_writable, swap_directories
 from tiermem.cli.launch import Launch, launched
 from tiermem.cli.presets import (
     build_model,
@@ -34,7 +34,7 @@ from tiermem.cli.presets import (
 from tiermem.cli.process_memory import peak_resident_bytes, resident_bytes
 from tiermem.cli.progress import TrainProgress
 from tiermem.cli.report import STATE_BYTES_PER_PARAMETER, StepReport, TrainReport
-from tiermem.cli.scalars import add_step, check_scalars, open_scalars
+from tiermem.cli.scalars import add_step, open_scalars, require_scalars
 from tiermem.cli.subject import Subject, TrainOptions, find_subject
 from tiermem.cli.text import batch
 from tiermem.config import resolve_host_memory
@@ -207,14 +207,14 @@ def train(options: TrainOptions, config: tiermem.Config, console: Console, launc
     Raises `ConfigError` for options that cannot work, and what `tiermem.offload` raises.
     """
     launch = launch or Launch()
-    launch.check_rows(options.batch)
-    check_scalars(options.tensorboard)
+    launch.require_divisible(options.batch)
+    require_scalars(options.tensorboard)
     if options.timeline is not None:
-        check_output("--timeline", options.timeline)
+        require_writable("--timeline", options.timeline)
     subject = find_subject(options)
     if not options.resume and not config.overwrite:  # the room of what is replaced is known to the runtime only
         late = launch.size > 1 and config.stage == 1  # then gradients are added up, and units updated, after backward
-        subject.check_space(config, "forward" if late else config.update, commits=options.commits, launch=launch)
+        subject.require_room(config, "forward" if late else config.update, commits=options.commits, launch=launch)
     endurance = parse_endurance(options.endurance, capacity_bytes(config.swap_paths))
     config = dataclasses.replace(config, commits=options.commits)
     baseline = resident_bytes()

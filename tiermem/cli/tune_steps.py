@@ -42,7 +42,7 @@ def tune_training(options: TrainOptions, config: Config, choice: Choice, console
         for directory in config.swap_paths:
             remove_abandoned(directory)
         # Of "auto" all are tried, and "backward" takes most.
-        subject.check_space(config, "backward" if config.update == "auto" else config.update, commits=False)
+        subject.require_room(config, "backward" if config.update == "auto" else config.update, commits=False)
     workload = model_workload(
         subject.model_config,
         options.model,

@@ -150,7 +150,7 @@ def _config(known: Mapping[str, Any], leaves: Mapping[str, Any], settings: Mappi
     if leaves.get("bf16.enabled") == AUTO and "param_dtype" not in settings:
         raise ConfigError("DeepSpeed's 'bf16.enabled' is 'auto': pass param_dtype='bfloat16' or 'float32' to translate")
     config["param_dtype"] = "bfloat16" if _flag(known, "bf16.enabled") else "float32"
-    _check_accumulation(leaves, settings.get("param_dtype", config["param_dtype"]))
+    _require_same_accumulation(leaves, settings.get("param_dtype", config["param_dtype"]))
     stage = leaves.get(f"{ZERO}.stage", 0)  # not of `known`: "auto" is no stage, and is to be named
     is_open = stage in (AUTO, None)
     if stage not in (1, 2, 3) and not (is_open and "stage" in settings):
@@ -176,7 +176,7 @@ def _config(known: Mapping[str, Any], leaves: Mapping[str, Any], settings: Mappi
     return config | {name: known[f"aio.{name}"] for name in ("block_size", "queue_depth") if f"aio.{name}" in known}
 
 
-def _check_accumulation(leaves: Mapping[str, Any], param_dtype: Any) -> None:
+def _require_same_accumulation(leaves: Mapping[str, Any], param_dtype: Any) -> None:
     """Gradients of micro-batches are added up in the dtype of the parameters, as plain PyTorch does."""
     names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
     found = leaves.get(ACCUMULATION)

@@ -21,11 +21,11 @@ from tiermem.optim.hyperparameters import (
     GroupReader,
     Numbers,
     as_number,
-    check_group,
-    check_torch_options,
     norm_to_clip_by,
+    refuse_torch_options,
+    require_settings,
 )
-from tiermem.optim.saved import check_state_dict, moments_of
+from tiermem.optim.saved import moments_of, step_counts_in
 from tiermem.optim.scaling import record_finite, refuse_hidden_scale, unscaling_factor
 from tiermem.optim.service import Moments, StepResult, UpdateService
 from tiermem.optim.updates import Settings
@@ -65,7 +65,7 @@ class AdamW(torch.optim.Optimizer):
         max_grad_norm: float | None = None,
         **unsupported: object,
     ) -> None:
-        check_torch_options(unsupported)
+        refuse_torch_options(unsupported)
         norm_to_clip_by(max_grad_norm)
         self.max_grad_norm = max_grad_norm
         self.skipped = 0
@@ -77,7 +77,7 @@ class AdamW(torch.optim.Optimizer):
         self._groups = GroupReader()
         self._last = StepResult(None, skipped=False)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        check_group(defaults)
+        require_settings(defaults)
         super().__init__(params, defaults)
         self.state = NoState()
 
@@ -94,8 +94,8 @@ class AdamW(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            check_torch_options({key: group[key] for key in UNSUPPORTED if key in group})
-            check_group(group)
+            refuse_torch_options({key: group[key] for key in UNSUPPORTED if key in group})
+            require_settings(group)
             service, indices = self._resolve(group["params"])
         except BaseException:
             self.param_groups.pop()
@@ -273,7 +273,7 @@ class AdamW(torch.optim.Optimizer):
         `TiermemError` between backward and step; nothing is changed then.
         """
         refuse_amid()
-        counts = check_state_dict(state_dict, [len(group["params"]) for group in self.param_groups])
+        counts = step_counts_in(state_dict, [len(group["params"]) for group in self.param_groups])
         store = self._prepare_moments(state_dict)
         entries = state_dict["state"]
         steps = {number: {"step": count, "alone": len(entries[number]) == 1} for number, count in counts.items()}

@@ -20,7 +20,7 @@ UNSUPPORTED = frozenset({"amsgrad", "maximize", "differentiable"})
 _WITHOUT_EFFECT = frozenset({"foreach", "fused", "capturable"})
 
 
-def check_torch_options(options: Mapping[str, object]) -> None:
+def refuse_torch_options(options: Mapping[str, object]) -> None:
     """Raise ConfigError for an option of torch's AdamW that changes numbers, UnknownSettingError for any other."""
     for name, value in options.items():
         if name in UNSUPPORTED and value:
@@ -29,7 +29,7 @@ def check_torch_options(options: Mapping[str, object]) -> None:
             raise UnknownSettingError(f"AdamW got an unexpected argument {name!r}")
 
 
-def check_group(group: Mapping[str, Any]) -> None:
+def require_settings(group: Mapping[str, Any]) -> None:
     """Raise ConfigError unless the settings of a group are numbers in their range, as torch's AdamW does."""
     if group.get("max_grad_norm") is not None:  # other keys that nobody knows are somebody's own, as with torch
         raise ConfigError(

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from tiermem.errors import ConfigError
-from tiermem.optim.hyperparameters import SETTINGS, UNSUPPORTED, as_number, check_torch_options, numbers_of
+from tiermem.optim.hyperparameters import SETTINGS, UNSUPPORTED, as_number, numbers_of, refuse_torch_options
 from tiermem.optim.service import Moments
 
 
-def check_state_dict(state_dict: Any, sizes: Sequence[int]) -> dict[int, int]:
+def step_counts_in(state_dict: Any, sizes: Sequence[int]) -> dict[int, int]:
     """The step counts in a state, by the numbers that its groups give parameters; not all need have one.
 
     Raises ConfigError unless it is such a state, its groups are of these sizes and have AdamW's settings, as numbers,
@@ -29,7 +29,7 @@ def check_state_dict(state_dict: Any, sizes: Sequence[int]) -> dict[int, int]:
             "load_state_dict: expected 'state' and 'param_groups', as optimizer.state_dict() returns them"
         )
     for group in groups:
-        _check_group(group)
+        _require_group(group)
     found = [len(group["params"]) for group in groups]
     if found != list(sizes):
         raise ConfigError(f"expected the state of parameter groups of {list(sizes)}, found {found}: of another model?")
@@ -43,10 +43,10 @@ def check_state_dict(state_dict: Any, sizes: Sequence[int]) -> dict[int, int]:
     return {number: _count(number, entry["step"]) for number, entry in states.items() if "step" in entry}
 
 
-def _check_group(group: Any) -> None:
+def _require_group(group: Any) -> None:
     if not isinstance(group, Mapping):
         raise ConfigError(f"a parameter group of this state: expected a dictionary, found {type(group).__name__}")
-    check_torch_options({key: group[key] for key in UNSUPPORTED if key in group})
+    refuse_torch_options({key: group[key] for key in UNSUPPORTED if key in group})
     if missing := sorted((SETTINGS | {"params"}) - group.keys()):
         raise ConfigError(f"a parameter group of this state has no {', '.join(missing)}: it is not AdamW's")
     if not isinstance(group["params"], (list, tuple)) or not all(

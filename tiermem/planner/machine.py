@@ -48,7 +48,7 @@ class Host:
 
     Attributes:
         memory: bytes that model state may take on the node; 0: not known.
-        cores: processor cores.
+        cores: processor cores; said for whoever reads the profile, nothing is reckoned with them.
         flops: operations a second in matrix products, by dtype; what computes where there is no device.
         update_rate: parameters a second that the AdamW kernel updates with all cores of the node, by dtype.
         copy_rate: bytes a second at which gradients are moved into pages and measured.

@@ -144,7 +144,7 @@ def _replacing(path: Path) -> Beginning:
     return Beginning(snapshot=snapshot)
 
 
-def check_room(config: Config, nbytes: int) -> None:
+def require_room(config: Config, nbytes: int) -> None:
     """Raise SwapFullError unless the swap directories together have room, files of earlier runs counted as free.
 
     Before a commit is replaced: afterwards it would be too late. Directories on one file system count once. Where a

@@ -37,7 +37,7 @@ from tiermem.planner.steps import Arrivals, plan_step
 from tiermem.runtime.beginning import Beginning
 from tiermem.runtime.company import Company, alone
 from tiermem.runtime.moments import quantized_parameters, state_size, unit_state
-from tiermem.runtime.record import check_layout, layout_record
+from tiermem.runtime.record import layout_record, require_same_layout
 from tiermem.runtime.shares import share_out
 from tiermem.zero3.coalesce import small_nbytes
 from tiermem.zero3.keep import Keeping
@@ -232,7 +232,7 @@ def draw(
     lay_out = partial(plan_layouts, divided, dtype=config.dtype, ranks=ranks, kept_dtype=keeping.dtype)
     if beginning.record is not None and (tile := beginning.tile_numel):  # first: of another model no tile says much
         here = layout_record(lay_out(tile_numel=tile), config, tile, copies=copies, small=small)
-        check_layout(beginning.record["layout"], here)
+        require_same_layout(beginning.record["layout"], here)
     sketch = lay_out(tile_numel=SMALLEST_TILE)
     quantized = quantized_parameters(divided, config.moments)
     sizes = _sizes(divided, shards_of(sketch, 0, whole=whole, copies=copies), quantized)

@@ -220,7 +220,7 @@ class Steps:
 
         With the optimizer that had them before, or in the run resumed from.
         """
-        self._check_open()
+        self._require_open()
         before = self._coordinator.attach_optimizer(source, parameters)
         resumed = {number: self._resumed.pop(number) for number in parameters if number in self._resumed}
         return resumed | dict(before)
@@ -232,7 +232,7 @@ class Steps:
     @hidden
     def step(self, source: SettingsSource, *, unscale: float = 1.0) -> StepResult:
         """Update what has a gradient; end the step if that was all."""
-        self._check_open()
+        self._require_open()
         self._ledger.line_up(Act.STEP, lambda: self._in_words(source))
         self._ledger.require_free(self._ledger.with_gradients())
         result = self._coordinator.step(source, unscale=unscale)
@@ -278,7 +278,7 @@ class Steps:
     @hidden
     def clip_gradients(self, source: SettingsSource, max_norm: float) -> torch.Tensor:
         """Scale the gradients of `source` to `max_norm` at most; return the norm before."""
-        self._check_open()
+        self._require_open()
         self._ledger.scheduler.gradients.line_up(Act.CLIP)
         return self._coordinator.clip_gradients(source, max_norm)
 
@@ -291,7 +291,7 @@ class Steps:
         return self._moment_store().read(parameters)
 
     def _moment_store(self) -> MomentStore:
-        self._check_open()
+        self._require_open()
         self._ledger.line_up()
         if self._moments is None:
             raise InvariantError("moments were asked for before the runtime was built")
@@ -304,7 +304,7 @@ class Steps:
         Where units were updated early, for good, that counts, and this is the end of the step. It is said in a
         RuntimeWarning, and does not happen again: from the next step on what `source` updates early can be undone.
         """
-        self._check_open()
+        self._require_open()
         self._ledger.end_interrupted()
         self._ledger.scheduler.gradients.line_up(Act.DROP)
         spent = self._coordinator.spent
@@ -321,7 +321,7 @@ class Steps:
                 stacklevel=4,
             )
 
-    def _check_open(self) -> None:
+    def _require_open(self) -> None:
         self._home.check()
         if self._closed:
             raise TiermemError("the runtime of these parameters is closed; offload the model again to go on")

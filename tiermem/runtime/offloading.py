@@ -88,7 +88,7 @@ def offload(
     company = find_company(_checked(config), mesh)
     try:
         with outside_inference(), TensorLoader() as loader:  # what the runtime keeps will be written outside of it
-            company.together("take the model", lambda: _check_kinds(model, weights, init))
+            company.together("take the model", lambda: _require_kinds(model, weights, init))
             own = own_directories(config, company)
             beginning = _find_beginning(own, company, resume)
             source = _find_source(own, beginning, model, weights, loader, partial=init is not None)
@@ -156,7 +156,7 @@ def _find_beginning(own: Config, company: Company, resume: bool | str | os.PathL
     return beginning
 
 
-def _check_kinds(model: object, weights: object, init: object) -> None:
+def _require_kinds(model: object, weights: object, init: object) -> None:
     """Refuse what is not of the kind that `offload` asks for, before anything is opened."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"offload expects a torch.nn.Module, found {type(model).__name__}")

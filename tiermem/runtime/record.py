@@ -47,7 +47,7 @@ def layout_record(
     }
 
 
-def check_layout(committed: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+def require_same_layout(committed: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     """Raise ResumeError naming the first difference between the committed layout and the one of this model."""
     for name, value in here.items():
         if name != "units" and committed.get(name) != value:

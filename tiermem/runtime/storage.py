@@ -25,7 +25,7 @@ from tiermem.pager.edges import Chain, device_chain, host_chain
 from tiermem.pager.extents import Extents, from_rows, page_key
 from tiermem.pager.page import PageKey
 from tiermem.pager.pager import Pager
-from tiermem.runtime.beginning import SPACE_NAME, Beginning, check_room, refuse_committed
+from tiermem.runtime.beginning import SPACE_NAME, Beginning, refuse_committed, require_room
 from tiermem.runtime.blueprint import Blueprint
 from tiermem.runtime.rhythm import CommitRhythm
 from tiermem.stats import Counters, DriveStatistics, TierStatistics
@@ -245,7 +245,7 @@ def _open_space(config: Config, beginning: Beginning, nbytes: int) -> SwapSpace:
     if manifest is not None:
         size = sum(manifest.file_sizes)
         return SwapSpace.open(config.swap_paths, name=SPACE_NAME, nbytes=size, settings=settings, keep=True)
-    check_room(config, nbytes)
+    require_room(config, nbytes)
     weights = _weigh(config, settings)  # before anything is given up: it wants a little room
     return SwapSpace.open(
         config.swap_paths, name=SPACE_NAME, nbytes=nbytes, settings=settings, weights=weights, begin=False

@@ -184,7 +184,7 @@ class Gatherer:
             raise TiermemError(f"unit {state.layout.name} is in use and cannot be written now: {self.explain(unit)}")
         self._placeholders.check(f"unit {state.layout.name}")
         if state.presence is not Presence.GATHERED and not state.changing:
-            self._check_converted(state)
+            self._require_unconverted(state)
         with outside_inference():
             base = state.base if state.base is not None else self._take(state, writable=writable)
             state.changing = True
@@ -308,7 +308,7 @@ class Gatherer:
             raise written_unasked(written)
         return True
 
-    def _check_converted(self, state: _UnitState) -> None:
+    def _require_unconverted(self, state: _UnitState) -> None:
         """Raise TiermemError if placeholders were converted (`model.half()`) or replaced (`parameter.data = values`).
 
         Mended first, so that it is said once.

@@ -62,7 +62,7 @@ class Initialiser:
             if left and self._init is None:
                 self._call(below, above, owners, left)
         for module, names in buffers:
-            self._check_buffers(module, names)
+            self._require_values(module, names)
 
     def _call(self, below: list[nn.Module], above: list[nn.Module], owners: set[int], reset_first: set[int]) -> None:
         for module in (*below, *above):
@@ -83,7 +83,7 @@ class Initialiser:
             return
         with torch.no_grad():
             (self._init or self._own.get(id(module)) or _reset)(module)
-        self._check_buffers(module, names)
+        self._require_values(module, names)
 
     def _note(self, module: nn.Module, own: Init | None, parents: list[nn.Module]) -> None:
         if id(module) in self._parents:
@@ -95,7 +95,7 @@ class Initialiser:
         for child in module.children():
             self._note(child, own, [module, *parents])
 
-    def _check_buffers(self, module: nn.Module, names: list[str]) -> None:
+    def _require_values(self, module: nn.Module, names: list[str]) -> None:
         for name in names:
             if is_marked(getattr(module, name)):
                 raise ConfigError(

@@ -38,7 +38,7 @@ class RegisteredParameters:
         for place, parameter in self._own.get(id(module), ()):
             found = module._parameters.get(place.attribute)  # noqa: SLF001 - getattr would compute what is parametrized
             if found is None:
-                self._check_beside(place)
+                self._refuse_beside(place)
             elif self._is_other(found, parameter):
                 self._put_back()
                 raise TiermemError(
@@ -53,7 +53,7 @@ class RegisteredParameters:
                     "for the parameters, not for buffers: leave the model where it is after tiermem.offload"
                 )
 
-    def _check_beside(self, place: Place) -> None:
+    def _refuse_beside(self, place: Place) -> None:
         """A parameter is not where it was: look once at what has come into its module instead."""
         if id(place.module) in self._looked_at:
             return
