@@ -27,7 +27,7 @@ from torch import nn
 
 import tiermem
 from tiermem.memory.heap import trim_heap
-from tiermem.zero3.buckets import Buckets
+from tiermem.zero3.asked import AskedAhead
 
 
 def told(action: Callable[[], Any]) -> str:
@@ -326,16 +326,16 @@ def asked_ahead(directory: Path, rank: int, size: int) -> Any:
         torch.manual_seed(1)
         model = nn.Sequential(*(nn.Linear(48, 48) for _ in range(4)))
         taken: list[tuple[int, bool]] = []
-        real = Buckets.take
+        real = AskedAhead.take
 
-        def take(buckets: Buckets, shard: Any, taken: Any = taken, real: Any = real) -> Any:
-            asked = buckets._asked is not None and buckets._asked[0] == shard.unit
-            taken.append((shard.unit, asked))
-            return real(buckets, shard)
+        def take(asked: AskedAhead, unit: int, taken: Any = taken, real: Any = real) -> Any:
+            pending = real(asked, unit)
+            taken.append((unit, pending is not None))
+            return pending
 
         with tiermem.offload(model, config_for(directory / f"{stage}", stage=stage), units=["Linear"]) as runtime:
             optimizer = tiermem.AdamW(model.parameters(), lr=1e-3)
-            Buckets.take = take
+            AskedAhead.take = take
             try:
                 for step in range(3):
                     taken.clear()
@@ -345,9 +345,9 @@ def asked_ahead(directory: Path, rank: int, size: int) -> Any:
                     optimizer.step()
                     optimizer.zero_grad()
             finally:
-                Buckets.take = real
+                AskedAhead.take = real
             torch.autograd.grad(model(x.requires_grad_()).sum(), x)  # what is expected does not come
-            left = runtime._house.scheduler.gradients._buckets._asked
+            left = runtime._house.scheduler.gradients._buckets._asked.is_open
             optimizer.zero_grad()
         found[stage] = in_backward, left
     return found

@@ -180,7 +180,7 @@ def test_room_for_a_bucket_is_asked_for_before_its_first_gradient(reports, stage
     for found in values(reports[2, "asked_ahead"]):
         taken, left = found[stage]
         assert taken == [(unit, True) for unit in (3, 2, 1, 0)]
-        assert left is None, "what did not come was given up"
+        assert not left, "what did not come was given up"
 
 
 # What goes wrong

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from tiermem.pager.lease import Lease, PendingLease
+from tiermem.pager.lease import Lease
 from tiermem.pager.page import Intent
 from tiermem.pager.pager import Pager
+from tiermem.zero3.asked import AskedAhead
 from tiermem.zero3.shards import Shard
 
 
@@ -44,21 +45,17 @@ class Buckets:
         self.two = two
         self._pager = pager
         self._kept: dict[int, Bucket] = {}
-        self._asked: tuple[int, PendingLease] | None = None
+        self._asked = AskedAhead()
 
     def ask(self, shard: Shard) -> None:
         """Room for this bucket is made from now on. Does not wait."""
-        if self._asked is None and shard.layout.part_numel:
-            self._asked = shard.unit, self._pager.start_lease([shard.bucket_key], self._intent(shard.unit))
+        if not self._asked.is_open and shard.layout.part_numel:
+            self._asked.put(shard.unit, self._pager.start_lease([shard.bucket_key], self._intent(shard.unit)))
 
     def take(self, shard: Shard) -> Bucket:
         """The bucket of a unit, with what it has been kept with; waits. What was asked for another is given up."""
-        asked, self._asked = self._asked, None
-        if asked is not None and asked[0] != shard.unit:
-            asked[1].give_up()
-            asked = None
-        intent = self._intent(shard.unit)
-        lease = self._pager.lease([shard.bucket_key], intent) if asked is None else asked[1].wait()
+        asked, intent = self._asked.take(shard.unit), self._intent(shard.unit)
+        lease = self._pager.lease([shard.bucket_key], intent) if asked is None else asked.wait()
         kept = self._kept.pop(shard.unit, None)
         return Bucket(shard, lease, kept.present if kept is not None else ())
 
@@ -73,9 +70,7 @@ class Buckets:
 
     def give_up(self) -> None:
         """What was asked for has not come."""
-        asked, self._asked = self._asked, None
-        if asked is not None:
-            asked[1].give_up()
+        self._asked.give_up()
 
     def _intent(self, unit: int) -> Intent:
         return Intent.WRITE if unit in self._kept else Intent.FRESH

@@ -19,6 +19,7 @@ from tiermem.errors import InvariantError
 from tiermem.pager.lease import Lease, PendingLease
 from tiermem.pager.page import Intent, PageKey
 from tiermem.pager.pager import Pager
+from tiermem.zero3.asked import AskedAhead
 from tiermem.zero3.engine import viewers
 from tiermem.zero3.layout import Slot, UnitLayout, memory_order
 from tiermem.zero3.norms import add_pair, gradient_norm, may_pair, measuring_copy, team_loops
@@ -57,7 +58,7 @@ class GradientStore(StepGradients):
             slot.parameter: (layout.unit, slot) for layout in layouts for slot in layout.trainable
         }
         self._held: tuple[int, Lease] | None = None
-        self._asked: tuple[int, PendingLease] | None = None
+        self._asked = AskedAhead()
         self._waiting = Waiting(pairing_nbytes)
 
     def prepare_together(self) -> None:
@@ -70,14 +71,14 @@ class GradientStore(StepGradients):
 
         Not while another unit's tiles are held: the budget has room for those of one.
         """
-        if unit is None or not self._hold_tiles or self._held is not None or self._asked is not None:
+        if unit is None or not self._hold_tiles or self._held is not None or self._asked.is_open:
             return
         if unit in self.apart:
             return
         layout = self._layouts[unit]
         if layout.tiles:
             keys, intent = self._wanted(layout, range(layout.tiles))
-            self._asked = (unit, self._pager.start_lease(keys, intent))
+            self._asked.put(unit, self._pager.start_lease(keys, intent))
 
     def accumulate(self, parameter: int, *, more: bool = False, together: bool = False) -> None:
         """Move `p.grad` of this parameter into its pages, adding to what it had in this step; waits for the pages.
@@ -113,7 +114,7 @@ class GradientStore(StepGradients):
         if not apart and self._held is not None and self._held[0] != unit:
             self._let_go(None)
         if not apart and self._hold_tiles and self._held is None and layout.tiles:
-            self._held = (unit, self._lease(layout, range(layout.tiles), self._expected(unit)))
+            self._held = (unit, self._lease(layout, range(layout.tiles), self._asked.take(unit)))
         add = parameter in self._norms
         sums = _room_for_sums(flat, slot) if add and not more and measuring_copy(flat) is None else None
         squares = self._store(layout, slot, flat, earlier, sums, add=add, measure=not more)
@@ -137,9 +138,8 @@ class GradientStore(StepGradients):
         """
         self._take_waiting()
         self._let_go(unit)
-        if unit is None and self._asked is not None:
-            self._asked[1].give_up()
-            self._asked = None
+        if unit is None:
+            self._asked.give_up()
 
     def backward_ended(self, *, together: bool) -> None:
         """Let go of everything, unless the tiles that are held are about to be wanted again."""
@@ -189,14 +189,6 @@ class GradientStore(StepGradients):
         if self._held is not None and unit in (None, self._held[0]):
             self._held[1].release()  # first: an interrupt may come before it has begun, and then it is done again
             self._held = None
-
-    def _expected(self, unit: int) -> PendingLease | None:
-        """What was asked for the unit ahead of time; what was asked for another one is given up."""
-        asked, self._asked = self._asked, None
-        if asked is not None and asked[0] != unit:
-            asked[1].give_up()
-            return None
-        return None if asked is None else asked[1]
 
     def _lease(self, layout: UnitLayout, tiles: Sequence[int], asked: PendingLease | None = None) -> Lease:
         keys, intent = self._wanted(layout, tiles)
