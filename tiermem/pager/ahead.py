@@ -72,6 +72,7 @@ class Ahead:
         self._rests = False  # whether pages are written outside of steps
         # How far the last look came: the position of the first access that it found no room for.
         self._horizon = dict.fromkeys(residency.chain.memory_tiers, -1)
+        # Of the last look: how many accesses it took in; how many leases had been granted; by which forecast it went.
         self._seen = 0
         self._uses = 0
         self._version = -1

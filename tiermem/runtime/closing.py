@@ -91,7 +91,7 @@ def refuse_elsewhere(scheduler: GatherScheduler) -> None:
 
     A backward that has not come to a unit yet is known by the graph that it may come through.
     """
-    name = scheduler.stack.ask()
+    name = scheduler.stack.try_take()
     if name is None and (scheduler.backwards or scheduler.saved.any_outstanding):
         name = backward_elsewhere()
         if name is not None:

@@ -25,7 +25,7 @@ class Turn:
         self.follow = follow
         self._thread: dict[str, int] = {}  # its `setdefault` asks and sets in one
 
-    def ask(self) -> str | None:
+    def try_take(self) -> str | None:
         """Take the turn, unless another thread has it; then that one's name.
 
         Who is alive may have ended its call by an interrupt that no module saw. It is in nothing of torch then.
@@ -40,7 +40,7 @@ class Turn:
 
     def take(self) -> None:
         """An outermost call begins. Raises TiermemError if another thread is inside one."""
-        if (name := self.ask()) is not None:
+        if (name := self.try_take()) is not None:
             raise TiermemError(
                 f"the model was called in thread {threading.current_thread().name!r} while thread {name!r} was inside "
                 "a call of it, or of close(); its parameters come and go for one thread at a time: put a lock around "
@@ -97,9 +97,9 @@ class CallStack(threading.local):
         """Whether whoever asks does so from inside one of them; those that an interrupt has ended are none."""
         return any(call.module is not None and _is_running(call.module) for call in self.calls)
 
-    def ask(self) -> str | None:
-        """Have others refused, as in a call; the name of the thread that is inside one, instead. Then `leave`."""
-        return self._turn.ask()
+    def try_take(self) -> str | None:
+        """Have others refused, as in a call, until `leave`; or, if another thread is inside one, its name."""
+        return self._turn.try_take()
 
     def leave(self) -> None:
         """Have others come in again, unless a call is in progress on this thread."""
