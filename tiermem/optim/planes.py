@@ -99,16 +99,18 @@ class BlockPlanes:
     @property
     def marks(self) -> Marks:
         """Where the split of masters keeps its marks. Raises `InvariantError` where masters are not split."""
-        if self.mark_bits is None:
-            raise InvariantError("marks of a split were asked for where masters are not split")
-        return BitMarks(self.mark_bits)
+        return BitMarks(self._bits)
 
     @property
     def masks(self) -> Masks:
         """The same marks, for all elements at once. Raises as `marks`."""
+        return BitMasks(self._bits, self.numel)
+
+    @property
+    def _bits(self) -> torch.Tensor:
         if self.mark_bits is None:
             raise InvariantError("marks of a split were asked for where masters are not split")
-        return BitMasks(self.mark_bits, self.numel)
+        return self.mark_bits
 
     def part(self, begin: int, length: int) -> BlockPlanes:
         """The elements [begin, begin + length): whole blocks, the last of the run may be short."""

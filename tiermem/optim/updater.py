@@ -23,7 +23,7 @@ from tiermem.optim.updates import Protector, UnitUpdate
 from tiermem.pager.page import PageKey
 
 # How many queued updates behind the running one the pager is told of, for it to read ahead and to keep what they need.
-_ANNOUNCED = 8
+ANNOUNCED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +255,7 @@ class Updater:
                     self._running = self._walking = False
                     return
                 entry, _ = self._queue.popitem(last=False)
-                coming = [entry, *itertools.islice(self._queue, _ANNOUNCED)]
+                coming = [entry, *itertools.islice(self._queue, ANNOUNCED)]
                 error = self._failed.get(entry.update.unit)
             if error is None:
                 self._pager.set_agenda([announced.keys for announced in coming])

@@ -11,6 +11,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 
+from tiermem.optim.updater import ANNOUNCED
 from tiermem.pager.page import Intent, Kind, Lane, PageKey
 from tiermem.pager.protection import Protection
 from tiermem.planner.clock import Gate, Signal
@@ -20,8 +21,6 @@ from tiermem.zero3.order import Access, Phase
 
 Steps = Generator[Signal, None, None]
 
-# As `optim.updater` announces: queued updates behind the running one that the pager is told of.
-_ANNOUNCED = 8
 # The first gradient of a unit arrives after about a third of its backward; its pages are held from then on.
 _BEFORE_GRADIENT = 1 / 3
 # The last one arrives a little before its end (0.04 to 0.06 were seen). In that time an update that begins then gets
@@ -110,7 +109,7 @@ class UpdateActor:
     def _run(self) -> Steps:
         while self._queue:
             unit = self._queue.popleft()
-            coming = [unit, *itertools.islice(self._queue, _ANNOUNCED)]
+            coming = [unit, *itertools.islice(self._queue, ANNOUNCED)]
             groups = [self.keys(announced) for announced in coming]
             self._world.announce(lambda forecast, groups=groups: forecast.set_agenda(groups))  # type: ignore[misc]
             yield from self._update(unit)

@@ -16,7 +16,7 @@ from tiermem.memory.arena import rounded
 from tiermem.memory.tiers import Tier
 from tiermem.pager.ahead import Appetite
 from tiermem.pager.edges import Chain
-from tiermem.pager.forecast import Forecast
+from tiermem.pager.forecast import LATER, Forecast
 from tiermem.pager.page import Intent, Kind, Lane, Move, Page, PageKey
 from tiermem.pager.plan import Plan
 from tiermem.pager.residency import Residency
@@ -28,7 +28,8 @@ from tiermem.planner.lines import Cores, DriveModel, Wire
 from tiermem.planner.stands import SimulatedArena, SimulatedEdge
 from tiermem.stats import Counters
 
-_WRITE_BACK = 2
+# Of `swap.requests.Priority`, which nobody above the pager imports.
+_DEMAND, _WRITE_BACK = 0, 2
 NANOSECONDS = 1e9
 
 
@@ -67,7 +68,7 @@ class RecordingResidency(Residency):
             if int(priority) == _WRITE_BACK:
                 self.listener("write", page, edge, "its room will be wanted; used last: " + self._use(page))
             else:
-                why = "demanded now" if int(priority) == 0 else "read ahead; used " + self._use(page)
+                why = "demanded now" if int(priority) == _DEMAND else "read ahead; used " + self._use(page)
                 self.listener("fetch", page, edge, why)
         super().start_move(page, target, priority)
 
@@ -85,7 +86,7 @@ class RecordingResidency(Residency):
 
     def _use(self, page: Page) -> str:
         use = self.forecast.next_use(page.key, 0)
-        return f"at access {use}" if use < 1 << 40 else "at no recorded access"
+        return f"at access {use}" if use < LATER else "at no recorded access"
 
 
 class Asked:
@@ -197,7 +198,7 @@ class World:
         self.pump.due = True
 
     def begin_step(self) -> None:
-        """As `pager.core.Core.begin_step`, and close the step's counters."""
+        """As `pager.core.Core.begin_step`."""
         self.service.homes.begin_step()
         if not self.residency.forecast.begin_step():
             self.residency.reclassify()
