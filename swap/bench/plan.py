@@ -93,7 +93,7 @@ class Plan:
 
 def make_plan(order: Order) -> Plan:
     """The cases of an order. Raises ValueError, in one sentence, for what cannot be measured."""
-    _check(order)
+    _require_possible(order)
     block_sizes = order.block_sizes or (BLOCK_SIZES[-1:] if order.quick else BLOCK_SIZES)
     depths = order.queue_depths or (QUEUE_DEPTHS[1:2] if order.quick else QUEUE_DEPTHS)
     given = order.block_sizes is not None or order.queue_depths is not None
@@ -133,7 +133,7 @@ def _cases(pattern: Pattern, order: Order, fitting: Sequence[tuple[int, int]], m
     return cases
 
 
-def _check(order: Order) -> None:
+def _require_possible(order: Order) -> None:
     if not order.directories:
         raise ValueError("directories: expected at least one")
     if len(set(map(os.path.realpath, order.directories))) < len(order.directories):

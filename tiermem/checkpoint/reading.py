@@ -171,11 +171,11 @@ def open_snapshot(path: str | os.PathLike[str]) -> Snapshot:
             raise FormatError(f"the header of {str(folder / data.name)!r}: expected {data.header}, found {digest}")
     snapshot = Snapshot(folder, manifest, tuple(files))
     for kept in manifest.kept:
-        _check(snapshot, kept)
+        _require_tensors(snapshot, kept)
     return snapshot
 
 
-def _check(snapshot: Snapshot, kept: Kept) -> None:
+def _require_tensors(snapshot: Snapshot, kept: Kept) -> None:
     if kept.dtype not in _DTYPES:
         raise FormatError(f"{kept.names[0]}: expected a dtype of torch, found {kept.dtype!r}")
     for plane, pieces in kept.planes.items():

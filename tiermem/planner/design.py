@@ -11,13 +11,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tiermem.memory.arena import FRAME_ALIGNMENT, rounded
+from tiermem.memory.arena import FRAME_ALIGNMENT
 from tiermem.memory.rounding import round_down
 from tiermem.pager.page import Kind, PageKey
 from tiermem.pager.schedule import Schedule
 from tiermem.pager.tiling import tiles_in_turn
 from tiermem.planner.device import DeviceFootprint, device_least, device_most, least_below, plan_tiers, wished_tile
-from tiermem.planner.footprint import Footprint, kept_nbytes, least_budget, plan_footprint
+from tiermem.planner.footprint import Footprint, kept_nbytes, lagging_nbytes, least_budget, plan_footprint
 from tiermem.planner.lines import DriveSpeed
 from tiermem.planner.machine import Link, Machine
 from tiermem.planner.parts import (
@@ -180,9 +180,7 @@ class Design:
 
     def lag_nbytes(self, unit: int) -> int:
         """Bytes a unit keeps in memory from its gradient to the end of its update."""
-        shard = self.shard(unit)
-        page = 0 if shard.layout.kept else rounded(shard.nbytes)
-        return page + shard.trainable_numel * self.workload.itemsize
+        return lagging_nbytes(self.shard(unit))
 
     def lag(self) -> int:
         """Bytes of units whose update may lag behind the computation, as `runtime.house` has it."""

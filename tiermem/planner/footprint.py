@@ -17,7 +17,7 @@ from tiermem.memory.arena import rounded
 from tiermem.memory.sizes import format_bytes
 from tiermem.pager.tiling import SMALLEST_TILE
 from tiermem.planner.tilesizes import good_tiles, tile_sizes
-from tiermem.zero3.shards import arriving_nbytes
+from tiermem.zero3.shards import Shard, arriving_nbytes
 
 Way = tuple[bool, int, bool, bool]  # hold_tiles, depth, serial, beside
 # From the fastest down.
@@ -276,6 +276,12 @@ def _transit_bytes(units: Sequence[UnitSize], tile_numel: int, *, beside: bool) 
     sent = max((rounded(unit.param_nbytes) for unit in units if unit.gathered_nbytes), default=0)
     ahead = max((unit.computed_nbytes for unit in units), default=0) if beside else 0
     return buckets + arrived + sent + ahead
+
+
+def lagging_nbytes(shard: Shard) -> int:
+    """Bytes that a unit keeps in memory from its gradient to the end of its update."""
+    parameters = 0 if shard.layout.kept else rounded(shard.nbytes)
+    return parameters + shard.trainable_numel * shard.layout.dtype.itemsize
 
 
 def received_nbytes(unit: UnitSize, tile_numel: int) -> int:

@@ -19,7 +19,6 @@ from torch import nn
 from tiermem.checkpoint.pretrained import other_names
 from tiermem.config import Config
 from tiermem.errors import TiermemError
-from tiermem.memory.arena import rounded
 from tiermem.memory.devices import Device
 from tiermem.memory.sizes import format_bytes
 from tiermem.optim.coordinator import UpdateCoordinator
@@ -29,6 +28,7 @@ from tiermem.optim.service import UpdateQueue
 from tiermem.optim.shares import Shares, update_threads
 from tiermem.optim.stream import DeviceKernels
 from tiermem.optim.updater import Updater
+from tiermem.planner.footprint import lagging_nbytes
 from tiermem.planner.reserved import wanted_copies
 from tiermem.planner.settings import acting
 from tiermem.registry import registry
@@ -61,7 +61,7 @@ from tiermem.zero3.neighbours import Gradients
 from tiermem.zero3.norms import compiled_loops
 from tiermem.zero3.placeholder import Placeholders
 from tiermem.zero3.scheduler import GatherScheduler
-from tiermem.zero3.shards import Piece, Shard
+from tiermem.zero3.shards import Piece, owned_of
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class House:
 
     def owned(self, unit: int, slot: Slot) -> list[Piece]:
         """The pieces of a parameter that this rank answers for: one, or none."""
-        return [piece for piece in self.blueprint.shards[unit].owned() if piece.slot.parameter == slot.parameter]
+        return owned_of(self.blueprint.shards[unit], slot)
 
     def look(self, unit: int, slot: Slot, read: Callable[[], None], whole: torch.Tensor) -> None:
         """Have `read` fill this rank's elements of `whole` in, and complete it from the other ranks."""
@@ -331,12 +331,7 @@ def _acting_update(config: Config, company: Company) -> str:
 
 def _throttle(coordinator: UpdateCoordinator, queue: UpdateQueue, blueprint: Blueprint) -> BackwardThrottle:
     """What holds backward up while updates lag too far behind it."""
-
-    def waiting_nbytes(shard: Shard) -> int:
-        parameters = 0 if shard.layout.kept else rounded(shard.nbytes)
-        return parameters + shard.trainable_numel * shard.layout.dtype.itemsize
-
-    nbytes = {shard.unit: waiting_nbytes(shard) for shard in blueprint.shards}
+    nbytes = {shard.unit: lagging_nbytes(shard) for shard in blueprint.shards}
     # Ranks that have all parameters complete a unit from each other after its update: all of them, or none.
     agreed = any(shard.whole for shard in blueprint.shards)
     limit = sys.maxsize if blueprint.fits else blueprint.footprint.lag  # gradients that wait keep nobody out then

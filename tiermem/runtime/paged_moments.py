@@ -28,7 +28,7 @@ class PagedMoments:
     def prepare(self, given: Mapping[int, Moments]) -> Callable[[], None]:
         """Check the moments of these parameters; the function that stores them. Every rank is given the same."""
         for number, moments in given.items():
-            _check(self._place(number)[1], moments)
+            _require_fitting(self._place(number)[1], moments)
         self._require_between_steps(given.keys(), "given", "load")
         units: dict[int, dict[int, Moments]] = {}
         for number, moments in given.items():
@@ -93,7 +93,7 @@ class PagedMoments:
         states.store_moments(unit, found, masters)
 
 
-def _check(slot: Slot, moments: Moments) -> None:
+def _require_fitting(slot: Slot, moments: Moments) -> None:
     name = slot.names[0]
     if not slot.trainable:
         raise ConfigError(f"moments were given for {name}, which is not trained")

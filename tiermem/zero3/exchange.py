@@ -28,7 +28,7 @@ from tiermem.zero3.collectives import Collectives
 from tiermem.zero3.conductor import Act, Conductor, Operation
 from tiermem.zero3.layout import Slot, memory_order
 from tiermem.zero3.norms import gradient_norm, norm_dtype
-from tiermem.zero3.shards import Shard, bucket_ranges
+from tiermem.zero3.shards import Shard, bucket_ranges, owned_of
 from tiermem.zero3.step_gradients import StepGradients, plain, take_gradient
 from tiermem.zero3.sums import mean_over_ranks
 
@@ -185,10 +185,9 @@ class RankGradients(StepGradients):
         whole = torch.zeros(slot.numel, dtype=slot.dtype, device="cpu")
 
         def fill() -> None:
-            for piece in shard.owned():
-                if piece.slot is slot:
-                    start = slot.start + piece.begin - shard.begin
-                    _copy_out(self._pager, shard, start, whole[piece.begin : piece.begin + piece.length])
+            for piece in owned_of(shard, slot):
+                start = slot.start + piece.begin - shard.begin
+                _copy_out(self._pager, shard, start, whole[piece.begin : piece.begin + piece.length])
 
         look(self._conductor, shard, slot, fill, whole)
         return whole.as_strided(slot.shape, slot.stride).to(self._parameters[parameter].device)
@@ -305,10 +304,9 @@ def join(collectives: Collectives, shard: Shard, slot: Slot, whole: torch.Tensor
     collectives.all_gather(every, whole.view(torch.uint8))
     told = every.view(collectives.size, -1)
     for rank in range(collectives.size):
-        for piece in Shard(shard.layout, rank).owned():
-            if piece.slot.parameter == slot.parameter:
-                theirs = told[rank].view(whole.dtype)
-                whole[piece.begin : piece.begin + piece.length] = theirs[piece.begin : piece.begin + piece.length]
+        for piece in owned_of(Shard(shard.layout, rank), slot):
+            theirs = told[rank].view(whole.dtype)
+            whole[piece.begin : piece.begin + piece.length] = theirs[piece.begin : piece.begin + piece.length]
 
 
 def _copy_out(pager: Pager, shard: Shard, start: int, out: torch.Tensor) -> None:

@@ -53,14 +53,14 @@ class BoundHook:
         raise NotImplementedError
 
     def __deepcopy__(self, _: dict[int, Any]) -> _Nothing:
-        self._check("copied (copy.deepcopy, AveragedModel)")
+        self._require_gathered("copied (copy.deepcopy, AveragedModel)")
         return _Nothing()
 
     def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
-        self._check("pickled (torch.save of the module, sending it to another process)")
+        self._require_gathered("pickled (torch.save of the module, sending it to another process)")
         return _Nothing, ()
 
-    def _check(self, what: str) -> None:
+    def _require_gathered(self, what: str) -> None:
         if not self._is_there():
             raise CopyError(
                 f"an offloaded model was {what} while its parameters are paged out; put "

@@ -73,7 +73,7 @@ class Materializer:
         Raises ConfigError for parameters on other devices than cpu or meta, or made in inference mode, and for a
         parameter or buffer that the initialisation left without values.
         """
-        _check(divided)
+        _require_movable(divided)
         initialiser = Initialiser(divided.model, self.init)
         parameters = {member.number: member.parameter for _, member in divided.members()}
         absent = {number for number, parameter in parameters.items() if parameter.is_meta}
@@ -95,7 +95,7 @@ class Materializer:
         What values the model has are dropped; what is kept by choice is brought to memory. Raises what `run` raises for
         devices and buffers, and what the pager raises.
         """
-        _check(divided)
+        _require_movable(divided)
         initialiser = Initialiser(divided.model, self.init)
         for module in divided.model.modules():
             initialiser.run_buffers(module)
@@ -200,12 +200,7 @@ class Materializer:
         for key, nbytes in shard.pages():
             if not (layout.kept and key == layout.key):  # that one has its place already
                 self.pager.add_page(key, nbytes)
-        kept: dict[int, list[Piece]] = {}
-        for piece in shard.held():
-            kept.setdefault(piece.slot.parameter, []).append(piece)
-        owned: dict[int, list[Piece]] = {}
-        for piece in shard.owned():
-            owned.setdefault(piece.slot.parameter, []).append(piece)
+        kept, owned = _by_parameter(shard.held()), _by_parameter(shard.owned())
         # On the update's lane: values are made in host memory, and the computation fetches them from there.
         lease = self.pager.lease([layout.key], Intent.FRESH, lane=Lane.UPDATE)
         try:
@@ -280,7 +275,14 @@ def _info(member: Member) -> ParameterInfo:
     )
 
 
-def _check(divided: ModelUnits) -> None:
+def _by_parameter(pieces: Sequence[Piece]) -> dict[int, list[Piece]]:
+    found: dict[int, list[Piece]] = {}
+    for piece in pieces:
+        found.setdefault(piece.slot.parameter, []).append(piece)
+    return found
+
+
+def _require_movable(divided: ModelUnits) -> None:
     for _, member in divided.members():
         parameter = member.parameter
         if parameter.is_inference():

@@ -179,6 +179,11 @@ class Shard:
         return [Piece(slot, 0, slot.numel, slot.offset) for slot in self.layout.slots if slot.numel]
 
 
+def owned_of(shard: Shard, slot: Slot) -> list[Piece]:
+    """The pieces of one parameter that the rank answers for: one, or none."""
+    return [piece for piece in shard.owned() if piece.slot.parameter == slot.parameter]
+
+
 def bucket_ranges(shard: Shard, slot: Slot) -> list[BucketRange]:
     """Where a trainable parameter's gradient lies in the bucket: what goes to each rank lies together, by tile."""
     layout = shard.layout
