@@ -338,14 +338,20 @@ def test_a_loop_stopped_under_the_queue_ends_every_wait(pager: FakePager) -> Non
         updater.wait(2)
 
 
-def test_closing_ends_what_runs_and_gives_up_what_is_queued(pager: FakePager) -> None:
+def test_closing_ends_what_runs_and_gives_up_what_is_queued(pager: FakePager, monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_for = pager.wait_for
+
+    def wait_at_last(future: Any) -> Any:
+        pager.gate.set()
+        return wait_for(future)
+
     units = make_units(pager, 3)
     pager.gate.clear()
     updater = Updater(pager, units)
     for state in units.values():
         updater.start(whole(state))
     assert _eventually(lambda: touched(pager) == [0])
-    threading.Timer(0.02, pager.gate.set).start()
+    monkeypatch.setattr(pager, "wait_for", wait_at_last)
     updater.close()
     assert pager.held == 0, "it has waited for what had begun"
     assert not updater.pending(0)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from doubles_scenarios import tokens_batch
 from doubles_training import config_for, least_budget
 
 import tiermem
+import tiermem.zero3.conductor
 from tiermem.overlap import Cause, explain_stalls
 from tiermem.runtime.watch import ComputeWatch
 from tiermem.stats import READ_EDGE, WRITE_EDGE, Counters
@@ -69,17 +72,23 @@ def test_what_the_ranks_do_together_is_noted() -> None:
     assert [(event.name, event.lane) for event in timeline.events()] == [("gather b", "ranks")]
 
 
-def test_waiting_for_what_the_ranks_do_together_is_a_stall_of_its_own() -> None:
+def test_waiting_for_what_the_ranks_do_together_is_a_stall_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     timeline, counters = Timeline(), Counters()
     conductor = Conductor(one_copy(SingleProcess()), ["a", "b"], timeline, counters=counters)
-    may_come = threading.Event()
+    may_come, here = threading.Event(), threading.get_ident()
+
+    def moment() -> float:
+        if threading.get_ident() == here:  # the wait has begun
+            may_come.set()
+        return time.perf_counter()
+
+    monkeypatch.setattr(tiermem.zero3.conductor, "time", SimpleNamespace(perf_counter=moment))
 
     def others_come(_: object) -> int:
         assert may_come.wait(10)
         return 7
 
     under_way = conductor.start(Operation(Act.GATHER, 1, action=others_come))
-    threading.Timer(0.05, may_come.set).start()
     assert conductor.wait(under_way) == 7
     assert conductor.wait(under_way) == 7  # it is there: nothing is waited for
 

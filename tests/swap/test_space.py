@@ -4,6 +4,7 @@ import errno
 import os
 import signal
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from doubles import FaultySystemCalls, Stall, StepBackend
 
 import swap
 from swap import AlignedBuffer, EngineSettings, SwapFullError, SwapSpace
+from swap.backends import threads
 from swap.extents import Extent, Piece
 from swap.manifest import Manifest, pack
 
@@ -368,7 +370,9 @@ def test_where_no_thread_waits_for_a_late_call_its_locks_stay_and_closing_says_w
     stall.release()
 
 
-def test_an_interrupt_while_a_silent_drive_is_waited_for_lets_nobody_in(tmp_path: Path) -> None:
+def test_an_interrupt_while_a_silent_drive_is_waited_for_lets_nobody_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The thread that was waited for counted as ended: `threading.Thread.join` of Python 3.11 and 3.12."""
     system, stall = FaultySystemCalls(), Stall()
     space = SwapSpace.open([tmp_path], name="r0", nbytes=MIB, system=system)
@@ -376,7 +380,13 @@ def test_an_interrupt_while_a_silent_drive_is_waited_for_lets_nobody_in(tmp_path
     space.start_write(space.allocate(4096), AlignedBuffer(4096).view)
     assert stall.entered.wait(30)
     interrupt = threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
-    interrupt.start()
+    join = threads.join
+
+    def interrupted(those: Sequence[threading.Thread], seconds: float) -> None:
+        interrupt.start()
+        join(those, seconds)
+
+    monkeypatch.setattr(threads, "join", interrupted)
     with pytest.raises(KeyboardInterrupt):
         space.close()
     interrupt.join()
