@@ -557,6 +557,16 @@ def test_an_assignment_to_what_is_paged_out_is_an_error(tmp_path, assign):
             assign(values, 2)
 
 
+@pytest.mark.parametrize("place", [(0, 0), 0, slice(None), ...])
+def test_writing_a_part_of_what_is_paged_out_is_an_error_at_once(tmp_path, place):
+    """Also of one element, which torch lets through: all elements of a placeholder are in one place."""
+    model = mlp()
+    with offload(model, tmp_path), torch.no_grad():
+        for values in (model[0].weight, model[0].weight.data):
+            with pytest.raises(tiermem.TiermemError, match="was to be written by __setitem__ while its values are"):
+                values[place] = 2.0
+
+
 def test_who_computes_with_what_is_paged_out_is_told(tmp_path, recwarn):
     model = mlp()
     with offload(model, tmp_path), torch.no_grad():

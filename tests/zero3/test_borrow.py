@@ -108,7 +108,27 @@ class IntoAPlace(Borrower):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         rows = torch.mul(self.table.weight, 2, out=torch.empty(8, WIDTH))
+        rows[0] = self.norm.weight
         return functional.linear(self.embed(tokens), rows)
+
+
+class FirstOfAll(Borrower):
+    """Has a parameter assigned to a part of what it computes, as a model does that puts a class token in front."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        x[:, 0] = self.norm.bias
+        bias = torch.zeros(WIDTH)
+        bias[:] = self.layers[0].inner.bias
+        return self.norm(self.layers[1](x)) + bias
+
+
+@pytest.mark.parametrize("budget", ["generous", "tight"])
+def test_what_is_assigned_to_a_part_of_something_has_its_values(budget: str, tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        return FirstOfAll("direct")
+
+    check(offloaded(make, script, tmp_path, update="auto", budget=budget), plain(make, script))
 
 
 def test_what_is_read_to_be_written_elsewhere_has_its_values(tmp_path: Path) -> None:

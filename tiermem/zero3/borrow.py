@@ -2,7 +2,7 @@
 
 Owns the decision whether an operation reads an absent parameter as part of the computation. Does not gather: it says
 which units an operation reads. Guarantees that no operation inside a call of the model, or in a backward, reads a
-placeholder, except one that writes into it, which is left to fail; and that who else computes with one is told.
+placeholder, that one which writes into it is an error, and that who else computes with one is told.
 
 Why. `F.linear(x, self.embedding.weight)` for a tied output, `self.table.weight[i]`: no hook of the embedding runs, and
 what is read is NaN. So it is in backward, where a checkpoint runs a function again that reads parameters and belongs
@@ -45,10 +45,10 @@ _ASIDE = frozenset(("data", "detach", "view_as", "numpy", "__array__", "__dlpack
 _CONVERTING = frozenset(
     ("to", "type", "cpu", "cuda", "float", "double", "half", "bfloat16", "contiguous", "pin_memory")
 )
-_WRITING = ("__set__", "__delete__", "__setitem__")
-_LEFT_ALONE = frozenset((*_ASKING, *_MAKING, *_WRITING))
+_SETTING = ("__set__", "__delete__")
+_LEFT_ALONE = frozenset((*_ASKING, *_MAKING, *_SETTING))
 # The assignments that torch does not call `add_` and the like.
-_ASSIGNING = frozenset(("__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"))
+_ASSIGNING = frozenset(("__setitem__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"))
 # In place by their names, though they write no elements.
 _WRITING_NOTHING = frozenset({"requires_grad_", "share_memory_"})
 
