@@ -1,9 +1,8 @@
 """What a caller keeps with a commit or a snapshot, as JSON holds it and back.
 
-Owns the form of what JSON has no word for: tensors, arrays, bytes, and dicts whose keys are not text, which are what
-data loaders, samplers and optimizers give as their states. Does not write files. Guarantees that what comes back is
-equal (tensors in ordinary memory, tuples as lists), and that anything else is refused by its place, before anything is
-kept.
+Owns the form of what JSON has no word for: tensors, arrays, bytes, tuples, and dicts whose keys are not text, which
+are what data loaders, samplers and optimizers give as their states. Does not write files. Guarantees that what comes
+back is equal (tensors in ordinary memory), and that anything else is refused by its place, before anything is kept.
 
 Each of these is an object with the one key `MARK`, the kind, and what it takes. A caller's dict with that key has the
 form of one whose keys are not text, so nobody's data is mistaken for ours.
@@ -52,7 +51,9 @@ def _record(value: Any, what: str) -> Any:
                 raise ConfigError(f"{what}: expected text or numbers for keys, found {key!r}")
         items = [[_plain(key, what), _record(item, f"{what}[{key!r}]")] for key, item in value.items()]
         return {MARK: "dict", "items": items}
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, tuple):  # random.setstate, for one, takes no list
+        return {MARK: "tuple", "items": _record(list(value), what)}
+    if isinstance(value, list):
         kinds = set(map(type, value))
         if kinds <= _AS_THEY_ARE and not (int in kinds and _holds_long(value)):
             return list(value)  # at once: there may be the numbers of thousands of parameters
@@ -89,7 +90,7 @@ def _plain(value: Any, what: str) -> Any:
     if isinstance(value, (bool, int, float, str)):
         return json.loads(json.dumps(value))  # subclasses become what they stand for
     raise ConfigError(
-        f"{what}: expected numbers, text, None, lists, dicts, tensors, arrays of numbers or bytes, found "
+        f"{what}: expected numbers, text, None, lists, tuples, dicts, tensors, arrays of numbers or bytes, found "
         f"{type(value).__name__}; convert it, for example with .tolist() or str()"
     )
 
@@ -155,6 +156,7 @@ def _array_of(record: dict[str, Any]) -> Any:
 
 _READERS: Mapping[str, Callable[[dict[str, Any]], Any]] = {
     "dict": _dict_of,
+    "tuple": lambda record: tuple(from_record(record["items"])),
     "bytes": _bytes_of,
     "tensor": lambda record: tensor_of(record["dtype"], record["shape"], record["data"]),
     "array": _array_of,

@@ -94,8 +94,8 @@ class Runtime(Closing):
     def commit(self, extra: Any = None) -> PendingCommit:
         """Make the state after the last step durable, beside the next step; returns at once unless one is under way.
 
-        What is captured now: `extra` (numbers, text, None, lists, dicts, tensors, numpy's arrays, bytes, and so the
-        states of loaders and optimizers; tuples become lists, None alone becomes {}), random generators, changed
+        What is captured now: `extra` (numbers, text, None, lists, tuples, dicts, tensors, numpy's arrays, bytes, and so
+        the states of loaders and optimizers; None alone becomes {}), random generators, changed
         buffers, the optimizers' settings and step counts. Pages follow as the step's updates end. The next step's
         updates wait until the commit is durable, forward and backward do not.
 
