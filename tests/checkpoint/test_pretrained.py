@@ -107,7 +107,12 @@ def test_after_training_the_saved_model_is_the_trained_one(tmp_path: Path) -> No
         "config.json",
         "generation_config.json",
         "model.safetensors",
+        "model.safetensors.index.json",
     ]
+    index = json.loads((tmp_path / "saved" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"] == dict.fromkeys(
+        load_file(tmp_path / "saved" / "model.safetensors"), "model.safetensors"
+    )
     assert torch.equal(logits(GPT2LMHeadModel.from_pretrained(tmp_path / "saved")), expected)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import resource
 import shutil
@@ -320,7 +321,9 @@ def test_weights_take_the_place_of_older_ones_and_of_nothing_else(tmp_path: Path
         trainer.save_model()
         names = {path.name for path in folder.iterdir()}
         assert names >= {"notes.txt", "model.safetensors", "config.json", "training_args.bin"}
-        assert not names & {"model-00001-of-00002.safetensors", "model.safetensors.index.json"}
+        assert "model-00001-of-00002.safetensors" not in names
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        assert set(index["weight_map"].values()) == {"model.safetensors"}
         assert not [name for name in names if name.startswith(".")]
         loaded = LlamaForCausalLM.from_pretrained(folder)
         for parameter, values in zip(runtime.model.parameters(), loaded.parameters(), strict=True):

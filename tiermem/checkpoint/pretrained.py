@@ -185,11 +185,11 @@ class _Folder:
             self._writer.finish()
         for name, text in files.items():
             self._draft.text(name, text)
-        if len(self._shards) > 1:
-            total = sum(spec.nbytes for shard in self._shards.values() for spec in shard)
-            weight_map = {spec.name: name for name, shard in self._shards.items() for spec in shard}
-            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-            self._draft.text(INDEX, json.dumps(index, indent=2) + "\n")
+        # Also of a single file, which transformers reads without one: who looks for the tensors finds them in one way.
+        total = sum(spec.nbytes for shard in self._shards.values() for spec in shard)
+        weight_map = {spec.name: name for name, shard in self._shards.items() for spec in shard}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        self._draft.text(INDEX, json.dumps(index, indent=2) + "\n")
         self._draft.finish()
 
 
