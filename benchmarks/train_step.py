@@ -165,7 +165,7 @@ def run_one(plan: Plan, workload: str, contender: Contender) -> dict[str, Any]:
     if done.returncode != 0 or not lines:
         print(done.stderr, file=sys.stderr)
         said = done.stderr.strip().splitlines() or ["no output"]
-        # Behind the error some libraries warn of how they ended.
+        # After the error some libraries warn of how they ended.
         return {"error": f"exit code {done.returncode}: {next((w for w in reversed(said) if 'Error' in w), said[-1])}"}
     return {"error": None, **json.loads(lines[-1])}
 

@@ -6,13 +6,11 @@ matplotlib, which is an extra; guarantees one clear line where it is missing or 
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tiermem.cli.disk import require_drawable
-from tiermem.output_file import write_whole
+from tiermem.cli.disk import require_drawable, save_picture
 
 _PATTERNS = ("read", "write", "mixed")
 
@@ -43,9 +41,7 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
     axes[1][0].set_ylabel("p99 of a request, ms")
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small")
     figure.suptitle(", ".join(found["directories"]))
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format=path.suffix.lstrip("."), dpi=120)
-    write_whole(path, drawn.getvalue())
+    save_picture(figure, path)
 
 
 def lines(measurements: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:

@@ -1,13 +1,15 @@
 """Where a run's swap files go, and whether they fit.
 
 Owns the choice of a directory when none is given, the arithmetic of free space, and the removal of that directory
-afterwards; and the looks at where results are to be written. Does not know what is written there. Guarantees that a
+afterwards; and, of results, the looks at where they are to be written, and the writing of pictures. Does not know
+what is in them. Guarantees that a
 disk too small is found before training starts and that only a directory made here is ever removed.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import io
 import os
 import shutil
 import sys
@@ -15,11 +17,13 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from swap import SystemCalls, file_system_of
 from tiermem.cli.abandoned import is_committed, remove_abandoned, remove_uncommitted
 from tiermem.errors import ConfigError
 from tiermem.memory.sizes import format_bytes
+from tiermem.output_file import write_whole
 
 _PICTURES = (".png", ".svg", ".pdf")
 
@@ -103,6 +107,13 @@ def require_drawable(path: Path) -> None:
         raise ConfigError("--plot needs matplotlib: pip install 'tiermem[plots]'")
     require_picture(path)
     require_writable("--plot", path)
+
+
+def save_picture(figure: Any, path: Path) -> None:
+    """Write a figure of matplotlib's to `path`, whole, as the kind of picture that its ending names."""
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=path.suffix.lstrip("."), dpi=120)
+    write_whole(path, drawn.getvalue())
 
 
 def require_room(directories: Sequence[Path], nbytes: int) -> None:

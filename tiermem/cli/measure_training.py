@@ -26,14 +26,14 @@ from tiermem.config import Config
 from tiermem.overlap import explain_stalls
 from tiermem.planner.design import make_design
 from tiermem.planner.machine import Machine
-from tiermem.planner.observed import Observed, bandwidths_by_stretch, observe
+from tiermem.planner.observed import Observed, bandwidths_by_stretch, observe, whole_steps
 from tiermem.planner.settings import PlanSettings
 from tiermem.planner.simulate import simulate
 from tiermem.planner.workload import Workload
 from tiermem.stats import READ_EDGE, WRITE_EDGE
-from tiermem.timeline import STEP_LANE, UPDATE_LANE, Event
+from tiermem.timeline import UPDATE_LANE, Event
 
-# Behind them a step moves what later ones do.
+# After them a step moves what later ones do.
 _WARM_UP = 3
 # Computation beside bytes that move takes three times as long at most, and is known to a part in 256 of that.
 _MOST_BESIDE, _HALVINGS = 2.0, 8
@@ -187,7 +187,7 @@ def seen_in(trace: Path, steps: int) -> dict[str, Any]:
         if each["ph"] == "X"
     ]
     events.sort(key=lambda event: event.end)
-    whole = [event for event in events if event.lane == STEP_LANE and event.start >= events[0].end][-steps:]
+    whole = whole_steps(events, steps)
     since = [event for event in events if event.start >= whole[0].start]
     report = explain_stalls(since)
     use = next((use for use in report.edges if use.name == UPDATE_LANE), None)

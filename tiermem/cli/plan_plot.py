@@ -5,13 +5,11 @@ Owns the drawing and nothing else. Does not simulate. Guarantees that without ma
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
-from tiermem.cli.disk import require_drawable
+from tiermem.cli.disk import require_drawable, save_picture
 from tiermem.errors import ConfigError
-from tiermem.output_file import write_whole
 from tiermem.planner.predict import Prediction
 
 _BLUE, _GREEN, _RED, _GREY = "#3b6ea8", "#5a9e6f", "#b5533c", "#9a9a9a"
@@ -41,9 +39,7 @@ def plot_plan(prediction: Prediction, path: Path) -> None:
     _bars(relief, {"as it is": (simulation.seconds, _GREY), **doubled})
     relief.set_title("seconds of a step with twice as much of one thing", fontsize=10)
     figure.suptitle(f"{prediction.machine.name} ({prediction.machine.source})", fontsize=8)
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format=path.suffix.lstrip("."), dpi=120)
-    write_whole(path, drawn.getvalue())
+    save_picture(figure, path)
 
 
 def _bars(axes: Any, bars: dict[str, tuple[float, str]]) -> None:

@@ -58,8 +58,7 @@ class Observed:
 
 def observe(events: Sequence[Event], most: int) -> Observed:
     """The last `most` steps of which all events are there. Raises ConfigError if there is none."""
-    # Events are kept in the order of their ends, the newest ones.
-    steps = [each for each in events if each.lane == STEP_LANE and each.start >= events[0].end][-most:]
+    steps = whole_steps(events, most)
     if not steps:
         raise ConfigError("a step has more events than are kept")
     begin, end, count = steps[0].start, steps[-1].end, len(steps)
@@ -79,6 +78,11 @@ def observe(events: Sequence[Event], most: int) -> Observed:
         write=write,
         mixed=mixed,
     )
+
+
+def whole_steps(events: Sequence[Event], most: int) -> list[Event]:
+    """The last `most` steps of which all events are there; these are in the order of their ends, the newest ones."""
+    return [each for each in events if each.lane == STEP_LANE and each.start >= events[0].end][-most:]
 
 
 def _length(event: Event) -> float:
