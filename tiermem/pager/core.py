@@ -118,12 +118,6 @@ class Core:
                 self.residency.census.note(pages[key])
         self.loop.wake()
 
-    def begin_step(self) -> None:
-        """The computation is at the beginning again."""
-        self.service.homes.begin_step()
-        if not self.residency.forecast.begin_step():
-            self.residency.reclassify()
-
     def kernel_runs(self, difference: int) -> None:
         """One kernel more (1) or less (-1) runs on the worker: not standing still."""
         self._kernels += difference

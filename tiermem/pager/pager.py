@@ -122,7 +122,7 @@ class Pager:
 
     def begin_step(self) -> None:
         """The computation is at the beginning of a step again. Does not wait."""
-        self._loop.post(self._core.begin_step)
+        self._loop.post(self._core.service.begin_step)
 
     def start_save(self, kinds: Collection[Kind], then: Callable[[], T]) -> Future[T]:
         """Write back every page of these kinds that SWAP does not hold yet; return what `then()` gives.

@@ -110,6 +110,12 @@ class Service:
         if self._sole is not None or self._tried:
             self._in_order()
 
+    def begin_step(self) -> None:
+        """The computation is at the beginning again."""
+        self.homes.begin_step()
+        if not self._residency.forecast.begin_step():
+            self._residency.reclassify()
+
     def pump(self) -> None:
         """Do everything that can be done now."""
         claimed: set[Tier] = set()

@@ -77,6 +77,11 @@ class _Row:
         del self._lanes[transfer.priority][transfer]
         self.count -= 1
 
+    def promote(self, transfer: Transfer) -> None:
+        self.remove(transfer)
+        transfer.priority = 0
+        self.add(transfer)
+
     @property
     def best(self) -> int | None:
         if not self.count:
@@ -123,9 +128,7 @@ class DriveModel:
         row.add(transfer)
 
         def promote(waiting: Transfer) -> None:
-            row.remove(waiting)
-            waiting.priority = 0
-            row.add(waiting)
+            row.promote(waiting)
             self._changed = True
 
         transfer.promoted = promote
@@ -201,7 +204,7 @@ class Wire:
         """Move bytes; `done()` is called when they have arrived."""
         transfer = Transfer(nbytes, priority, done)
         transfer.left = nbytes + self._latency * self._rate
-        transfer.promoted = self._promote
+        transfer.promoted = self._row.promote
         self._row.add(transfer)
         return transfer
 
@@ -229,11 +232,6 @@ class Wire:
             self._row.remove(current)
             self._current = current.promoted = None
             current.done()
-
-    def _promote(self, transfer: Transfer) -> None:
-        self._row.remove(transfer)
-        transfer.priority = 0
-        self._row.add(transfer)
 
 
 class Cores:

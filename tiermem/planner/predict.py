@@ -29,11 +29,11 @@ from tiermem.planner.simulate import Simulation, simulate
 from tiermem.planner.thin import drawn_out, thinned
 from tiermem.planner.tilesizes import planned_tile, tile_sizes
 from tiermem.planner.workload import Workload
+from tiermem.wear import SECONDS_PER_DAY
 
 # A step with more units is simulated by two with about so many; more tiles than so many are taken larger.
 _LONGER, _SHORTER = 72, 24
 _TILES, _COARSE_TILES = 360, 96
-_SECONDS_PER_DAY = 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,4 +238,4 @@ def _drive_days(machine: Machine, written_per_second: float) -> float | None:
     drive = machine.drive
     if not drive.endurance or written_per_second <= 0:
         return None
-    return drive.endurance * drive.count / written_per_second / _SECONDS_PER_DAY
+    return drive.endurance * drive.count / written_per_second / SECONDS_PER_DAY

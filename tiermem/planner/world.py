@@ -198,10 +198,8 @@ class World:
         self.pump.due = True
 
     def begin_step(self) -> None:
-        """As `pager.core.Core.begin_step`."""
-        self.service.homes.begin_step()
-        if not self.residency.forecast.begin_step():
-            self.residency.reclassify()
+        """As `pager.Pager.begin_step`."""
+        self.service.begin_step()
         self.pump.due = True
 
     def discard(self, key: PageKey) -> None:
