@@ -12,7 +12,7 @@ import contextlib
 import mmap
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -32,6 +32,26 @@ POISON = 0xFF  # in every byte: NaN in float32, float16 and bfloat16
 def rounded(nbytes: int) -> int:
     """Bytes that a frame for `nbytes` bytes takes: whole frame alignments."""
     return round_up(nbytes, FRAME_ALIGNMENT)
+
+
+class Sized(Protocol):
+    """What takes bytes."""
+
+    nbytes: int
+
+
+S = TypeVar("S", bound=Sized)
+
+
+def first_ones(candidates: Sequence[S], missing: int) -> list[S] | None:
+    """The first of these that have as many bytes as are missing; None: all of them have fewer."""
+    going = []
+    for each in candidates:
+        if missing <= 0:
+            break
+        going.append(each)
+        missing -= each.nbytes
+    return going if missing <= 0 else None
 
 
 class Fence(Protocol):
@@ -234,14 +254,7 @@ class HostArena(LiveFrames):
 
         Only bytes count here: addresses are plenty.
         """
-        missing = rounded(nbytes) - self._budget.free
-        going = []
-        for frame in candidates:
-            if missing <= 0:
-                break
-            going.append(frame)
-            missing -= frame.nbytes
-        return going if missing <= 0 else None
+        return first_ones(candidates, rounded(nbytes) - self._budget.free)
 
     def fence(self) -> None:
         """Nothing is asked of a processor that it has not done when the call returns."""

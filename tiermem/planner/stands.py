@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tiermem.memory.arena import Fence, rounded
+from tiermem.memory.arena import Fence, first_ones, rounded
 from tiermem.memory.copies import Done
 from tiermem.pager.page import Page
 from tiermem.planner.lines import Transfer
@@ -50,13 +50,7 @@ class SimulatedArena:
 
     def clearing(self, nbytes: int, candidates: Sequence[Any]) -> list[Any] | None:
         """See `memory.arena.Arena`: the first ones, as many as there are bytes missing."""
-        missing, going = rounded(nbytes) - (self.capacity - self.reserved), []
-        for frame in candidates:
-            if missing <= 0:
-                break
-            going.append(frame)
-            missing -= frame.nbytes
-        return going if missing <= 0 else None
+        return first_ones(candidates, rounded(nbytes) - (self.capacity - self.reserved))
 
 
 class SimulatedEdge:
