@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 
 from tiermem.zero3.assigned import InitialiserWatch, WriteRecorder
+from tiermem.zero3.engine import successor
 
 
 @contextmanager
@@ -55,7 +56,4 @@ def deferred_init() -> Iterator[None]:
 
 
 def _without_storage(parameter: nn.Parameter) -> nn.Parameter:
-    values = torch.empty_like(parameter, device="meta")
-    bare: nn.Parameter = torch.Tensor._make_subclass(type(parameter), values, parameter.requires_grad)  # noqa: SLF001
-    bare.__dict__.update(parameter.__dict__)
-    return bare
+    return successor(parameter, torch.empty_like(parameter, device="meta"))

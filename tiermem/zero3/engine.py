@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
+from torch import nn
 
 from tiermem.errors import InvariantError, TiermemError
 from tiermem.process import frames_of
@@ -26,6 +27,7 @@ T = TypeVar("T")
 # What this package asks of torch that has no public name.
 _NAMES = (
     "Tensor._backward_hooks",
+    "Tensor._make_subclass",
     "Tensor._post_accumulate_grad_hooks",
     "autograd.Variable._execution_engine.queue_callback",
     "autograd._unsafe_preserve_version_counter",
@@ -140,6 +142,13 @@ def has_hooks(parameter: torch.Tensor) -> bool:
     """Whether somebody wants to see the gradient of `parameter`; one hook after its accumulation is our own."""
     before, after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks  # noqa: SLF001
     return bool(before) or len(after or ()) > 1
+
+
+def successor(parameter: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
+    """A parameter of the same class with other values, on whatever device, and all that was hung on the one before."""
+    new: nn.Parameter = torch.Tensor._make_subclass(type(parameter), values, parameter.requires_grad)  # noqa: SLF001
+    new.__dict__.update(parameter.__dict__)
+    return new
 
 
 def unseen(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -39,7 +39,7 @@ class Initialiser:
         self._parents: dict[int, list[nn.Module]] = {}
         # Parents of modules that are present would write into them again: only a wholly absent model is walked upwards.
         self._deferred = all(parameter.is_meta for parameter in model.parameters())
-        self._tied_behind = list(_tied_behind(model))
+        self._tied_later = list(_tied_later(model))
         self._note(model, None, [])
 
     def run(self, root: nn.Module, fresh: Sequence[Place]) -> None:
@@ -50,10 +50,12 @@ class Initialiser:
         owners = {id(place.module) for place in fresh}
         owned = {(id(place.module), place.attribute) for place in fresh}
         below = list(_children_first(root))
-        buffers = [(module, marked) for module in below if id(module) in owners and (marked := _real_buffers(module))]
+        buffers = [
+            (module, marked) for module in below if id(module) in owners and (marked := _give_buffers_storage(module))
+        ]
         above = self._parents.get(id(root), []) if self._deferred else []
         with torch.no_grad(), ExitStack() as stack:
-            for module, attribute in self._tied_behind if self._init is None else ():
+            for module, attribute in self._tied_later if self._init is None else ():
                 if (id(module), attribute) not in owned:  # else what is tied comes first in the model: it is this one
                     stack.callback(_untie(module, attribute))
             self._call(below, above, owners, set())
@@ -78,7 +80,7 @@ class Initialiser:
 
     def run_buffers(self, module: nn.Module) -> None:
         """Give values to the meta buffers of a module outside all units. Raises ConfigError if that fails."""
-        names = _real_buffers(module)
+        names = _give_buffers_storage(module)
         if not names:
             return
         with torch.no_grad():
@@ -105,7 +107,7 @@ class Initialiser:
                 )
 
 
-def _tied_behind(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+def _tied_later(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     """The places that models of transformers tie to others once they are initialised (`all_tied_weights_keys`)."""
     for module in model.modules():
         for name in getattr(module, "all_tied_weights_keys", None) or ():
@@ -147,7 +149,7 @@ def _has_marks(module: nn.Module) -> bool:
     return any(not each.is_meta and is_marked(each.data) for each in module.parameters(recurse=False))
 
 
-def _real_buffers(module: nn.Module) -> list[str]:
+def _give_buffers_storage(module: nn.Module) -> list[str]:
     """Give the module's meta buffers storage, marked; returns their names."""
     names = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
     for name in names:

@@ -20,6 +20,7 @@ from tiermem.memory.heap import trim_heap
 from tiermem.memory.mapping import Mapping, tensor_over
 from tiermem.pager.page import Intent, Lane
 from tiermem.pager.pager import Pager
+from tiermem.zero3.engine import successor
 from tiermem.zero3.initialise import Init, Initialiser, is_marked, mark
 from tiermem.zero3.layout import ParameterInfo, Slot, UnitLayout, memory_order, plan_layout
 from tiermem.zero3.placeholder import Placeholders
@@ -316,8 +317,7 @@ def _replace(member: Member, old: nn.Parameter, values: torch.Tensor) -> nn.Para
     if not old.is_meta and not values.is_meta:
         old.data = values
         return old
-    new: nn.Parameter = torch.Tensor._make_subclass(type(old), values, old.requires_grad)  # noqa: SLF001
-    new.__dict__.update(old.__dict__)
+    new = successor(old, values)
     try:
         torch.utils.swap_tensors(old, new)  # type: ignore[no-untyped-call]
     except RuntimeError:
