@@ -32,7 +32,7 @@ class FakeScheduler:
         self.asked: list[tuple[Any, ...]] = []
         self.kept_views: set[int] = set()
         self.gradients = self
-        self.order = SimpleNamespace(position=0, forget_contributions=lambda: self.asked.append(("cut short",)))
+        self.order = SimpleNamespace(has_begun=False, forget_contributions=lambda: self.asked.append(("cut short",)))
         self.stack = CallStack(HomeProcess(), Turn())
         self.lockstep: object = None
         self.saved = SimpleNamespace(leave_rest=lambda: self.asked.append(("leave rest",)))
@@ -67,7 +67,7 @@ class FakeScheduler:
     def finish_step(self, *, updated: bool) -> None:
         self.asked.append(("finish", updated))
         self.arrived.clear()
-        self.order.position = 0
+        self.order.has_begun = False
 
 
 def begin(arrived: Iterable[int] = (), **marks: Sequence[int]) -> tuple[GradientLedger, FakeScheduler]:
@@ -76,7 +76,7 @@ def begin(arrived: Iterable[int] = (), **marks: Sequence[int]) -> tuple[Gradient
     ledger = GradientLedger(list(UNITS), scheduler)
     ledger.connect(scheduler)
     scheduler.arrived.update(arrived)
-    scheduler.order.position = len(scheduler.arrived)
+    scheduler.order.has_begun = bool(scheduler.arrived)
     for verb, numbers in marks.items():
         getattr(ledger, verb)(numbers)
     return ledger, scheduler
@@ -96,7 +96,7 @@ def test_a_gradient_is_there_or_lent_or_gone_whatever_comes_in_whatever_order(
 ) -> None:
     ledger, scheduler = begin()
     state: dict[int, str] = {}
-    scheduler.order.position = 1
+    scheduler.order.has_begun = True
     for deed, chosen in deeds:
         there, lent = ([number for number in chosen if state.get(number) == each] for each in ("there", "lent"))
         if deed == "arrive":
@@ -121,7 +121,7 @@ def test_a_gradient_is_there_or_lent_or_gone_whatever_comes_in_whatever_order(
             state = {} if over else left
             if over:  # an update that borrowed what no optimizer has is none
                 ledger.given_back([0], NUMBERS)
-                scheduler.order.position = 1
+                scheduler.order.has_begun = True
         check(ledger, state)
 
 

@@ -7,6 +7,7 @@ import contextlib
 import copy
 import errno
 import gc
+import itertools
 import json
 import os
 import pickle
@@ -216,6 +217,52 @@ def test_behind_what_is_evaluated_amid_a_step_that_goes_on_where_it_was(tmp_path
             written.append(runtime.statistics().total.bytes_written)
     without, beside = written[-2] - written[-3], written[-1] - written[-2]
     assert 0 < beside < 1.25 * without
+
+
+@pytest.mark.parametrize("amid", [False, True])
+def test_a_batch_evaluated_now_and_then_is_no_part_of_a_step_and_moves_few_bytes(amid, tmp_path):
+    """It was, so that two steps were planned anew; the first read 1.2 times as much, or 1.1 amid a step."""
+    model, x = small_llama(words=256, width=128, mlp_width=352, layers=12), torch.randint(0, 256, (2, 8))
+    nbytes = 14 * sum(parameter.numel() for parameter in model.parameters()) * 3 // 10
+    settings = {"param_dtype": "bfloat16", "commits": False, "io_backend": "inline", "tile_size": "256KiB"}
+    with tiermem.offload(model, config_for(tmp_path, nbytes, "forward", **settings), coalesce=0) as runtime:
+        optimizer, read, orders = tiermem.AdamW(model.parameters()), [0], []
+        for step in range(8):
+            for batch in (False, True):
+                if step == 6 and batch is amid:
+                    with torch.no_grad():
+                        model(input_ids=x)
+                model(input_ids=x, labels=x).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            runtime.settle()
+            read.append(runtime.statistics().total.bytes_read)
+            orders.append(runtime._house.scheduler.order.expected)
+    usual, *found = (after - before for before, after in itertools.pairwise(read[5:]))
+    assert usual > 0
+    assert max(found) < 1.05 * usual
+    assert orders[-1] == orders[-2] == orders[-3]
+
+
+def test_what_is_evaluated_before_a_step_without_gradients_is_no_step(tmp_path):
+    """Such a call ends nothing: as that of the second of two optimizers, where one batch is evaluated between them."""
+    both = Both(lambda: deep(8), tmp_path)
+
+    def batch(model: nn.Module) -> torch.Tensor:
+        return model(torch.ones(3, 8)).square().mean()
+
+    with both.runtime as runtime:
+        both.step(batch, 2)
+        order = runtime._house.scheduler.order
+        before, number = order.expected, runtime._house.steps.number
+        with torch.no_grad():
+            batch(both.model)
+        both.optimizer.step()
+        assert order.expected == before
+        assert runtime._house.steps.number == number
+        both.step(batch)
+        assert order.expected == before
+        both.check()
 
 
 def test_a_part_that_fits_is_read_once_though_another_was_evaluated_before(tmp_path):

@@ -123,10 +123,79 @@ def test_behind_an_evaluation_units_used_without_gradients_belong_to_the_step_ag
     order.access(1, FORWARD)
     evaluate(order, 0)
     assert accesses(order) == [(1, FORWARD), (0, FORWARD)]
-    evaluate(order, 0, 0)  # the step ends behind it
-    order.finish()
+    evaluate(order, 0, 0)
+    order.access(1, FORWARD)
     evaluate(order, 0)
-    assert accesses(order) == [(0, FORWARD)]
+    assert accesses(order) == [(1, FORWARD), (0, FORWARD)]
+
+
+def test_a_batch_evaluated_now_and_then_is_no_part_of_the_step():
+    """Wherever it is evaluated, those who are told have the step go on where it was, and so does what is expected."""
+    for place in range(len(STEP) + 1):
+        order, told = after(*STEP[:place]), []
+        order.evaluates = told.append
+        evaluate(order, 0, 1, 2)
+        for position, (unit, phase) in enumerate(STEP[place:], place):
+            order.access(unit, phase)
+            assert order.upcoming() == after(*STEP[: position + 1]).upcoming()
+        assert accesses(order) == list(STEP)
+        expected = [Step.PAUSES, Step.GOES_ON] if place else [Step.BEGINS, Step.BEGINS, Step.BEGINS]
+        assert told == expected, place
+
+
+def test_what_is_used_without_gradients_belongs_to_the_step_from_the_second_in_a_row_on():
+    order, told = after(), []
+    for number in range(4):
+        evaluate(order, 3, 4)
+        if number == 3:
+            order.evaluates = told.append
+        for unit, phase in STEP[:4]:
+            order.access(unit, phase)
+        evaluate(order, 3, 4)
+        for unit, phase in STEP[4:]:
+            order.access(unit, phase)
+        teacher = [(3, FORWARD), (4, FORWARD)] if number else []
+        assert accesses(order) == [*teacher, *STEP[:4], *teacher, *STEP[4:]]
+    assert told == [Step.PAUSES], "it was expected, and nothing is to go on from elsewhere behind it"
+    for _ in range(2):
+        for unit, phase in STEP:
+            order.access(unit, phase)
+        assert accesses(order) == list(STEP), "what does not come again is forgotten at once"
+
+
+def test_more_micro_batches_bring_more_of_what_belongs_to_the_step():
+    order, batch = OrderRecorder(), [(3, FORWARD), (0, FORWARD), (0, BACKWARD)]
+    for count in (1, 3, 2):
+        for _ in range(count):
+            evaluate(order, 3)
+            order.access(0, FORWARD)
+            order.access(0, BACKWARD)
+        assert accesses(order) == batch * count
+
+
+def test_what_belongs_to_the_step_is_expected_within_an_evaluation_at_its_place():
+    """Of a teacher that comes first, and what is evaluated before it, nothing says where one ends."""
+    order, student = OrderRecorder(), [(0, FORWARD), (0, BACKWARD)]
+    for evaluated in ((), (0, 1, 0, 1), (), (0, 1), (0, 3, 4, 0), ()):
+        evaluate(order, *evaluated, 3, 4)
+        order.access(0, FORWARD)
+        assert order.upcoming() == (None if order.expected is None else 0)
+        order.access(0, BACKWARD)
+        assert accesses(order) == [(3, FORWARD), (4, FORWARD), *student]
+
+
+def test_what_belongs_to_a_step_that_begins_again_stays_in_its_place():
+    order = OrderRecorder()
+    for begins_again in (False, True, False):
+        for last in (not begins_again, True):
+            evaluate(order, 3)
+            order.access(0, FORWARD)
+            assert order.upcoming() == (None if order.expected is None else 0)
+            order.access(0, BACKWARD)
+            if last:
+                break
+            order.begin_again()
+        assert dict(order.finish().gradless) == {0: (Access(3, FORWARD),)}
 
 
 def test_what_an_evaluation_keeps_for_backward_ends_it():

@@ -151,7 +151,7 @@ class GradientLedger:
         `owned`: parameters that some optimizer has. Gradients of the others nobody waits for; they end with the step.
         Where nothing was computed since the last step ended, another optimizer's call has ended it: both are one step.
         """
-        if self.scheduler.order.position == 0:
+        if not self.scheduler.order.has_begun:
             self._claimed.clear()  # of a step whose end was interrupted just before that
             return False
         if any(number in owned for number in self.unclaimed()):

@@ -2,8 +2,8 @@
 
 Owns the record of one step and the frozen result of the last one. Does not know modules or what is done with the
 order. Guarantees that a frozen order never changes, and that a step which deviates is recorded like any other:
-a surprise is counted, never an error. What is evaluated between, and what brought gradients that were all dropped, is
-not recorded: the record does not grow with it.
+a surprise is counted, never an error. What is evaluated between, if only once, and what brought gradients that were all
+dropped, is not recorded: the record does not grow with it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from types import MappingProxyType
 
 from tiermem.pager.page import PageKey
 from tiermem.pager.schedule import Step
+from tiermem.zero3.gradless import Gradless
 
 
 class Phase(enum.Enum):
@@ -34,19 +35,25 @@ class Access:
     phase: Phase
 
 
+Stretch = tuple[Access, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class StepOrder:
     """A finished step: accesses in order, and gradient contributions by global parameter number (absent: none).
 
     `touches`: pages of activations that were written or read, each with how many accesses came before it. They are no
     part of the comparison: how many there are depends on the input. `together`: whether several micro-batches went
-    through a unit before the next one.
+    through a unit before the next one. `gradless`: what was used without gradients and belongs to the step, by how many
+    accesses came before it. `stretches`: all that was used so, whether it belongs to the step or not.
     """
 
     accesses: tuple[Access, ...] = ()
     contributions: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
     touches: tuple[tuple[int, PageKey], ...] = field(default=(), compare=False)
     together: bool = field(default=False, compare=False)
+    gradless: Mapping[int, Stretch] = field(default_factory=lambda: MappingProxyType({}), compare=False)
+    stretches: frozenset[Stretch] = field(default=frozenset(), compare=False)
 
 
 class OrderRecorder:
@@ -62,11 +69,9 @@ class OrderRecorder:
         self._touches: list[tuple[int, PageKey]] = []
         self._on_course = True
         self._together = False
-        # What outermost calls without gradients have used after everything else, each once: part of the step. In an
-        # evaluation: what is not of its round, and was used since anything of the round was.
-        self._gradless: dict[Access, None] = {}
-        self._round: frozenset[Access] = frozenset()
-        self._evaluating = False
+        self._gradless = Gradless[Access]()  # what outermost calls without gradients have used after everything else
+        self._belonging: dict[int, Stretch] = {}  # what they used before, as in `StepOrder`
+        self._stretches: set[Stretch] = set()
         # Told what is used over and over without gradients, from now on, and what the step does.
         self.evaluates: Callable[[Sequence[Access] | Step], object] = lambda _: None
 
@@ -79,6 +84,11 @@ class OrderRecorder:
     def position(self) -> int:
         """How many accesses this step has made."""
         return len(self._accesses)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything belongs to this step: what was used last, without gradients, may yet prove not to."""
+        return self.position > len(self._gradless.used)
 
     def upcoming(self) -> int | None:
         """The unit that comes next if this step goes on as expected; None if nobody knows, or none comes."""
@@ -103,21 +113,18 @@ class OrderRecorder:
         """Note the next access; `gradless`: for a call from outside that computes no gradients.
 
         Where such calls use a unit again, and nothing with gradients comes in between, they are an evaluation: no part
-        of the step, or it would grow with every batch evaluated. Once each (a frozen encoder) they belong to it.
+        of the step, or it would grow with every batch evaluated. Where they use each once they belong to it if they did
+        the same in the step before (a frozen encoder, not a batch that is evaluated now and then), or in the first.
         """
         access = Access(unit, phase)
-        if gradless:
-            if self._evaluating or access in self._gradless:
-                self._evaluate(access)
-                return
-        else:
+        if not gradless:
             self._end_gradless()
+        elif self._evaluate(access):
+            return
         if not self._accesses:
             self.evaluates(Step.BEGINS)
-        elif gradless and not self._gradless:
+        elif len(self._gradless.used) == 1:
             self.evaluates(Step.PAUSES)
-        if gradless:
-            self._gradless[access] = None
         if self._expected is not None and self._on_course:
             ahead = self._expected.accesses
             self._on_course = self.position < len(ahead) and ahead[self.position] == access
@@ -128,32 +135,41 @@ class OrderRecorder:
         if not self._accesses:
             self.evaluates(Step.RESTS)
 
-    def _evaluate(self, access: Access) -> None:
-        """Forget what the evaluation has used so far; what comes next is not expected, as long as it goes on.
-
-        What is used again goes round, until others are used again and none of these in between.
-        """
-        if not self._evaluating:
-            self._evaluating, self._on_course = True, False
-            del self._accesses[len(self._accesses) - len(self._gradless) :]
-        if access in self._round:
-            self._gradless.clear()
-        elif access in self._gradless:
-            used = list(self._gradless)
-            again = used[used.index(access) :]
-            self._round = frozenset(again)
-            self._gradless.clear()
+    def _evaluate(self, access: Access) -> bool:
+        """Note what is used without gradients; whether for an evaluation, in which nothing is expected to come next."""
+        used = self._gradless.used
+        again = self._gradless.note(access)
+        if used and self._gradless.evaluates:
+            self._on_course = False
+            del self._accesses[-len(used) :]
+        if again:
             self.evaluates(again)
-        else:
-            self._gradless[access] = None
+        return self._gradless.evaluates
 
     def _end_gradless(self) -> None:
-        """What is computed now is computed with gradients: after an evaluation the step goes on where it was."""
-        self._gradless.clear()
-        if self._evaluating:
-            self._evaluating, self._round = False, frozenset()
+        """What is computed now is computed with gradients.
+
+        After what was not expected here those who are told have the step go on where it was. So does the record where
+        this is no part of the step, but with what was expected here: it may have been within an evaluation.
+        """
+        if not self._gradless:
+            return
+        used, before = self._gradless.used, self._expected
+        self._gradless.end()
+        place = self.position - len(used)
+        if used:
+            self._stretches.add(used)
+        expected = before is not None and self._on_course and before.gradless.get(place) == used
+        if used and (before is None or used in before.stretches):
+            self._belonging[place] = used
+        else:
+            del self._accesses[place:]
             self._on_course = self._is_as_expected()
-            self.evaluates(Step.GOES_ON if self._accesses else Step.BEGINS)
+            if before is not None and self._on_course and place in before.gradless:
+                used = self._belonging[place] = before.gradless[place]
+                self._accesses += used
+        if not expected:
+            self.evaluates(Step.GOES_ON if place else Step.BEGINS)
 
     def _is_as_expected(self) -> bool:
         return self._expected is None or tuple(self._accesses) == self._expected.accesses[: self.position]
@@ -205,6 +221,7 @@ class OrderRecorder:
         first = next((at for at in range(len(uses), 0, -1) if uses[at - 1].phase is not Phase.FORWARD), 0)
         self._accesses = uses[first:]
         self._touches = [(position - first, key) for position, key in self._touches if position > first]
+        self._belonging = {place - first: used for place, used in self._belonging.items() if place >= first}
         self._on_course = self._is_as_expected()
 
     def all_arrived(self, parameters: tuple[int, ...]) -> bool:
@@ -239,11 +256,19 @@ class OrderRecorder:
         contributions: Mapping[int, int] = MappingProxyType(dict(self._contributions))
         if not contributions and self._expected is not None:
             contributions = self._expected.contributions
-        step = self._expected = StepOrder(tuple(self._accesses), contributions, tuple(self._touches), self._together)
+        step = self._expected = StepOrder(
+            tuple(self._accesses),
+            contributions,
+            tuple(self._touches),
+            self._together,
+            MappingProxyType(self._belonging),
+            frozenset(self._stretches.union(self._belonging.values())),
+        )
         self._accesses = []
         self._contributions = Counter()
         self._batches = Counter()
         self._touches = []
+        self._belonging, self._stretches = {}, set()
         self._on_course = True
         self._together = False
         return step
