@@ -49,9 +49,8 @@ class SwapSpace:
         self._closed = False
         self.has_begun = True  # whether what an earlier run left has been forgotten, or was kept
         self._beginning: Callable[[], None] = lambda: None
-        self.company: set[SystemCalls] = (
-            set()
-        )  # by which others change these directories: locked until those have ended
+        # By which others change these directories: the files stay locked until those have ended.
+        self.company: set[SystemCalls] = set()
 
     @classmethod
     def open(

@@ -39,8 +39,8 @@ class Forecast:
     def __init__(self, agenda: Agenda | None = None) -> None:
         self._schedule: Schedule | None = None
         self._lanes: dict[Lane, LaneOrder] = {}
-        self._step = 0
-        self._regular = True
+        self._step = 0  # how many have begun since this schedule was set
+        self._regular = True  # whether the present one has gone as recorded so far
         # For each page of the update: where it is accessed, and after which access of the computation it may come.
         self._due: dict[PageKey, tuple[int, int]] = {}
         self._done: dict[PageKey, int] = {}  # one past the latest access that the update has made, with an agenda
@@ -48,8 +48,8 @@ class Forecast:
         self._reaching = LaneOrder()  # the computation's accesses that the plan lets come from HOST
         self._fetched: set[PageKey] = set()  # since their last access, for the next one
         self._agenda = agenda
-        self.surprises = 0
-        self.version = 0
+        self.surprises = 0  # accesses that the schedule did not expect there, since the beginning
+        self.version = 0  # raised whenever what comes next may be other than it was
 
     @property
     def has_schedule(self) -> bool:
