@@ -7,14 +7,17 @@ Owns a small command line. Does not measure. Guarantees one line on stderr for a
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import math
+import os
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+from swap.bench.ground import check_room
 from swap.bench.leftovers import remove_leftovers
 from swap.bench.plan import Order, make_plan
 from swap.bench.report import BenchReport
@@ -33,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         plan = make_plan(_order(options))
         for left in remove_leftovers(plan.order.directories):
             print_line(f"removed {left}, left behind by a process that was killed")
+        check_room(plan.order.directories, plan.order.nbytes)
         sys.stderr.write(
             f"about {plan.estimate_seconds():.0f} seconds, {plan.write_nbytes / 1e9:.1f} GB to be laid out\n"
         )
@@ -55,8 +59,11 @@ def _show(report: BenchReport, *, json_object: bool) -> None:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
         text = "\n".join([*table, *report.to_lines()])
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
+    try:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+    except OSError as error:
+        raise OSError(error.errno, os.strerror(error.errno or errno.EIO), "stdout") from error
 
 
 def print_line(what: str) -> None:

@@ -121,6 +121,17 @@ def test_what_is_written_to_one_that_is_closed_goes_nowhere(
     assert result.stderr == ("" if 2 in closed else "somethingmore")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["doctor", "--json"], ["doctor"]], ids=" ".join)
+def test_a_full_disk_behind_stdout_is_named_in_one_line(
+    warm_python: WarmPython, tmp_path: Path, arguments: list[str]
+) -> None:
+    program = "import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 1)\nfrom tiermem.cli.main import main; main()"
+    result = warm_python.run("-c", program, *arguments)
+    assert result.returncode == 1
+    assert result.stderr == "tiermem: [Errno 28] No space left on device: 'stdout'\n"
+
+
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
 def test_names_that_stdout_has_no_letters_for_are_written_all_the_same(
     warm_python: WarmPython, tmp_path: Path, encoding: str

@@ -436,7 +436,14 @@ def test_a_report_that_cannot_be_written_is_an_error_in_one_line(
         with contextlib.suppress(OSError):
             sys.stdout.close()  # writes what is left
     os.close(full)
-    assert capsys.readouterr().err.splitlines()[-1] == "swap.bench: [Errno 28] No space left on device"
+    assert capsys.readouterr().err.splitlines()[-1] == "swap.bench: [Errno 28] No space left on device: 'stdout'"
+
+
+def test_a_directory_that_is_not_there_is_refused_before_it_is_said_how_long_it_will_take(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(tmp_path / "none")]) == 1
+    assert capsys.readouterr().err.startswith("swap.bench: open in ")
 
 
 def test_the_module_alone_reports_and_refuses_in_one_line(tmp_path: Path) -> None:

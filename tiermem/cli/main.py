@@ -21,7 +21,7 @@ from tiermem.cli import options, plan_commands, snapshot_commands
 from tiermem.cli.bench import bench
 from tiermem.cli.interrupts import INTERRUPTED, is_interrupt, leave_signals, take_signals
 from tiermem.cli.shortage import shortage_of
-from tiermem.cli.terminal import fail, print_object, print_table, terminal
+from tiermem.cli.terminal import fail, name_stdout, print_object, print_table, terminal
 from tiermem.errors import TiermemError
 
 if TYPE_CHECKING:
@@ -154,6 +154,7 @@ def run(arguments: Sequence[str]) -> int:
     """Run the command line `arguments` (without the program's name); return the exit code."""
     try:
         code = app(args=list(arguments) or ["--help"], prog_name="tiermem", standalone_mode=False)
+        sys.stdout.flush()  # the end of the interpreter would meet a full disk without a word of ours
     except (KeyboardInterrupt, typer.Abort):
         return fail("interrupted", INTERRUPTED)
     except (TiermemError, swap.SwapError, OSError) as error:
@@ -197,6 +198,7 @@ def main() -> None:
     """Enter from the shell: run the command line and exit with its code."""
     replace_closed_streams()
     escape_unencodable_output()
+    name_stdout()
     take_signals()
     code = run(sys.argv[1:])
     leave_signals(code)

@@ -6,13 +6,48 @@ or a model may be called `run[a]` or `:cat:`, which would be marks of rich other
 
 from __future__ import annotations
 
+import errno
+import io
+import os
 import sys
+from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
 from rich.measure import Measurement
 from rich.table import Table
 
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
 _ANY_WIDTH = 10_000
+
+
+class _Stdout(io.FileIO):
+    """Stdout, the errors of which say so. After one it takes what is left in buffers, and drops it."""
+
+    _is_broken = False
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        if self._is_broken:
+            return memoryview(data).nbytes
+        try:
+            return super().write(data)
+        except OSError as error:
+            self._is_broken = True
+            raise OSError(error.errno, os.strerror(error.errno or errno.EIO), "stdout") from error
+
+
+def name_stdout() -> None:
+    """Have stdout's errors name it: that of a disk which is full comes in the middle of anything."""
+    plain = sys.stdout
+    if isinstance(plain, io.TextIOWrapper):
+        plain.flush()
+        sys.stdout = io.TextIOWrapper(
+            io.BufferedWriter(_Stdout(plain.fileno(), "w", closefd=False)),
+            encoding=plain.encoding,
+            errors=plain.errors,
+            line_buffering=plain.line_buffering,
+        )
 
 
 def terminal(*, stderr: bool = False, quiet: bool = False) -> Console:
