@@ -58,6 +58,20 @@ def refused(error, match, model=None, directory=None):
 # Budgets.
 
 
+@pytest.mark.parametrize(("available", "warned"), [(MIB, True), (64 * MIB, False)])
+def test_a_budget_that_lets_more_into_host_memory_than_there_is_is_warned_of(tmp_path, monkeypatch, available, warned):
+    """It was taken without a word, and the process killed when memory was used up."""
+    monkeypatch.setattr("tiermem.runtime.storage.available_host_memory", lambda: available)
+    with tiermem.deferred_init():
+        model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+    if warned:
+        with pytest.warns(RuntimeWarning, match=r"lets 4\.\d+ MiB of this model into host memory, of which 1.00 MiB"):
+            runtime = offload(model, tmp_path, "step", 1 << 40)
+    else:
+        runtime = offload(model, tmp_path, "step", 1 << 40)
+    runtime.close()
+
+
 @pytest.mark.parametrize(
     ("update", "param_dtype", "make"),
     in_turn(["step", "forward", "backward"], ["float32", "bfloat16", "float16"], [Stack, Wide]),
