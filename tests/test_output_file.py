@@ -68,3 +68,10 @@ def test_errors_of_paths_are_os_errors_that_name_them(tmp_path: Path) -> None:
     for path, kind in ((tmp_path / "none" / "x", FileNotFoundError), (tmp_path, IsADirectoryError), (loop, OSError)):
         with pytest.raises(kind, match=str(path)):
             write_whole(path, "x")
+
+
+@pytest.mark.parametrize("path", ["none/trace.json", "file/trace.json"])
+def test_where_there_is_no_folder_the_error_says_what_to_do(tmp_path: Path, path: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="its folder has to be there first; create it, or correct the path"):
+        write_whole(tmp_path / path, "text")

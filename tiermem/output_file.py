@@ -72,4 +72,6 @@ def _named(error: OSError, target: Path, nbytes: int) -> OSError:
         with contextlib.suppress(OSError):
             found = os.statvfs(target.parent)
             detail += f" where {found.f_bavail * found.f_frsize} bytes and {found.f_favail} inodes are free"
+    if code in (errno.ENOENT, errno.ENOTDIR):
+        detail += ": its folder has to be there first; create it, or correct the path"
     return OSError(code, detail, str(target))
