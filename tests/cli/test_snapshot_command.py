@@ -48,8 +48,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
         for _ in range(2):
             model(input_ids=TOKENS, labels=TOKENS).loss.backward()
             optimizer.step()
-        runtime.commit({"note": "two", "losses": [float("nan")]}).wait()
-        runtime.snapshot(folder / "copy", {"note": "two", "losses": [float("nan")]}).wait()
+        runtime.commit({"note": "two", "losses": (float("nan"),)}).wait()
+        runtime.snapshot(folder / "copy", {"note": "two", "losses": (float("nan"),)}).wait()
         with torch.no_grad():
             logits = model.eval()(input_ids=TOKENS).logits
     return folder, directories, logits

@@ -68,7 +68,7 @@ def reshard_command(
 
 
 def show(report: SnapshotReport | WrittenReport, *, json: bool) -> None:
-    """Print a report."""
+    """Print a report; in JSON tuples of a caller's `extra` are lists, as everywhere else there."""
     if json:
         print_object(json_module.dumps(_finite(asdict(report)), allow_nan=False))
     else:
@@ -77,7 +77,11 @@ def show(report: SnapshotReport | WrittenReport, *, json: bool) -> None:
 
 def _finite(value: Any) -> Any:
     """The same with null for numbers that are not finite, as a caller's `extra` may have them: JSON holds none."""
+    from tiermem.runtime.extra import MARK
+
     if isinstance(value, dict):
+        if value.get(MARK) == "tuple":
+            return _finite(value["items"])
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_finite(item) for item in value]
