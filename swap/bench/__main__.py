@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from swap.bench.ground import check_room
+from swap.bench.ground import require_room
 from swap.bench.leftovers import remove_leftovers
 from swap.bench.plan import Order, make_plan
 from swap.bench.report import BenchReport
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         plan = make_plan(_order(options))
         for left in remove_leftovers(plan.order.directories):
             print_line(f"removed {left}, left behind by a process that was killed")
-        check_room(plan.order.directories, plan.order.nbytes)
+        require_room(plan.order.directories, plan.order.nbytes)
         sys.stderr.write(
             f"about {plan.estimate_seconds():.0f} seconds, {plan.write_nbytes / 1e9:.1f} GB to be laid out\n"
         )
