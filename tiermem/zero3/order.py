@@ -164,15 +164,12 @@ class OrderRecorder:
             self._belonging[place] = used
         else:
             del self._accesses[place:]
-            self._on_course = self._is_as_expected()
+            self._on_course = _is_as_expected(self._accesses, self._expected)
             if before is not None and self._on_course and place in before.gradless:
                 used = self._belonging[place] = before.gradless[place]
                 self._accesses += used
         if not expected:
             self.evaluates(Step.GOES_ON if place else Step.BEGINS)
-
-    def _is_as_expected(self) -> bool:
-        return self._expected is None or tuple(self._accesses) == self._expected.accesses[: self.position]
 
     def touch(self, key: PageKey) -> None:
         """Note that a page of activations is written or read after the accesses so far."""
@@ -222,7 +219,7 @@ class OrderRecorder:
         self._accesses = uses[first:]
         self._touches = [(position - first, key) for position, key in self._touches if position > first]
         self._belonging = {place - first: used for place, used in self._belonging.items() if place >= first}
-        self._on_course = self._is_as_expected()
+        self._on_course = _is_as_expected(self._accesses, self._expected)
 
     def all_arrived(self, parameters: tuple[int, ...]) -> bool:
         """Whether every one of `parameters` has had exactly the contributions the last step had, and one at least."""
@@ -272,3 +269,8 @@ class OrderRecorder:
         self._on_course = True
         self._together = False
         return step
+
+
+def _is_as_expected(accesses: Sequence[Access], expected: StepOrder | None) -> bool:
+    """Whether a step that has made these accesses so far is on its course; whichever that is, if nobody knows."""
+    return expected is None or tuple(accesses) == expected.accesses[: len(accesses)]
