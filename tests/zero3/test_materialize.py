@@ -151,6 +151,10 @@ def test_meta_buffer_is_initialised_or_named():
         model = nn.Sequential(Table())
     with pytest.raises(ConfigError, match=r"0\.table"):
         Sharded(model)
+    with torch.device("meta"):
+        model = Table()
+    with pytest.raises(ConfigError, match="buffer table is on the meta device"):
+        Sharded(model)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "t5", "modernbert", "camembert"])

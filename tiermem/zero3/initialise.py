@@ -100,10 +100,10 @@ class Initialiser:
     def _require_values(self, module: nn.Module, names: list[str]) -> None:
         for name in names:
             if is_marked(getattr(module, name)):
+                path = f"{self._names[id(module)]}.{name}".removeprefix(".")
                 raise ConfigError(
-                    f"buffer {self._names[id(module)]}.{name} is on the meta device and initialising its module left "
-                    "it without values: build the model under tiermem.deferred_init(), where buffers stay real, or "
-                    "pass init="
+                    f"buffer {path} is on the meta device and initialising its module left it without values: build "
+                    "the model under tiermem.deferred_init(), where buffers stay real, or pass init="
                 )
 
 
