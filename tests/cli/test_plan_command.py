@@ -118,6 +118,15 @@ def test_a_drive_too_small_and_a_device_too_small(capsys: pytest.CaptureFixture[
     assert answer(capsys, *arguments, str(enough))["fits"] is True
 
 
+@pytest.mark.parametrize(("host_memory", "code", "said"), [("1MiB", 0, "yes"), ("16KiB", 1, "no")])
+def test_the_table_says_whether_it_fits(
+    host_memory: str, code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.run(["plan", "llama-tiny", "--machine", "laptop", "--host-memory", host_memory]) == code
+    rows = [line.split("│")[1:3] for line in capsys.readouterr().out.splitlines() if line.count("│") == 3]
+    assert ["fits", said] in [[cell.strip() for cell in row] for row in rows]
+
+
 def test_what_would_hardly_help_is_not_said_to_help_by_less_than_nothing() -> None:
     relief = [Relief(name, seconds) for name, seconds in (("drive", 1.001), ("cores", 0.5))]
     assert list(_relief(relief, 1.0).columns[-1].cells) == ["0 %", "50 %"]

@@ -271,6 +271,7 @@ def _summary(prediction: Prediction) -> Table:
     least = format_bytes(prediction.host_least)
     table.add_row("host memory", f"{format_bytes(settings.host_memory + settings.beside_pages)} (at least {least})")
     table.add_row("disk", format_bytes(prediction.swap_bytes))
+    table.add_row("fits", "yes" if prediction.fits else "no")
     simulation = prediction.simulation
     if simulation is None:
         for name, nbytes in prediction.missing.items():
