@@ -15,7 +15,9 @@ import pytest
 import swap
 import tiermem
 from tiermem.cli import beginning, main
+from tiermem.cli import train as train_module
 from tiermem.cli.interrupts import INTERRUPTED
+from tiermem.cli.launch import Launch
 from tiermem.cli.report import StepReport, TrainReport
 from tiermem.errors import CapacityError
 
@@ -113,7 +115,7 @@ def test_options_reach_the_configuration(plain_core: Any, tmp_path: Path) -> Non
     assert runtime.config.update == "step"
     assert runtime.config.param_dtype == "float32"
     assert plain_core.resumes == ["auto"]
-    assert runtime.calls == ["commit 2", "close remove=None"]
+    assert runtime.calls == ["commit 1", "commit 2", "close remove=None"]
 
 
 @pytest.mark.parametrize(
@@ -382,7 +384,50 @@ def test_other_batches_than_those_of_the_resumed_training_are_said(
 def test_a_commit_holds_what_its_batches_follow_from(plain_core: Any, tmp_path: Path) -> None:
     assert main.run([*SHORT, "--swap-dir", str(tmp_path), "--keep"]) == 0
     (runtime,) = plain_core.runtimes
-    assert runtime.extras == [BATCHES]
+    assert runtime.extras == [BATCHES] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "seconds", "steps"),
+    [
+        (["--keep"], 600, [1, 5]),
+        (["--keep"], 0, [1, 2, 3, 4, 5]),
+        (["--resume"], 600, [1, 5]),
+        (["--resume", "committed"], 600, [5]),
+        (["--resume", "committed"], 0, [2, 3, 4, 5]),
+        (["--keep", "--commit-every", "2"], 0, [2, 4, 5]),
+        (["--resume", "--commit-every", "5"], 0, [5]),
+        (["--keep", "--commit-every", "0"], 0, [5]),
+        (["--commit-every", "0"], 0, []),
+        ([], 0, []),
+    ],
+)
+def test_a_run_commits_as_asked_or_so_that_a_kill_costs_minutes(
+    plain_core: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    options: list[str],
+    seconds: float,
+    steps: list[int],
+) -> None:
+    if "committed" in options:
+        options, plain_core.committed = options[:-1], {"step": 1, "scheduler": SCHEDULER}
+    monkeypatch.setattr(train_module, "COMMIT_SECONDS", seconds)
+    assert committed_steps(plain_core, tmp_path, *options) == steps
+
+
+def test_when_to_commit_all_ranks_find_alike(plain_core: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Their clocks differ: the mean decides."""
+    monkeypatch.setattr(Launch, "mean", lambda _, value: value + train_module.COMMIT_SECONDS)
+    assert committed_steps(plain_core, tmp_path, "--keep") == [1, 2, 3, 4, 5]
+
+
+def committed_steps(plain_core: Any, directory: Path, *options: str) -> list[int]:
+    """Train for five steps; which were committed."""
+    short = ["train", "--model", "llama-tiny", "--steps", "5", "--batch", "1", "--seq", "8"]
+    assert main.run([*short, "--swap-dir", str(directory), *options]) == 0
+    (runtime,) = plain_core.runtimes
+    return [int(call.removeprefix("commit ")) for call in runtime.calls if call.startswith("commit ")]
 
 
 @pytest.mark.parametrize("overwrite", [True, False])

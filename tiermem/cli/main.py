@@ -66,7 +66,7 @@ def train(
     offload_activations: options.OffloadActivations = False,
     resume: options.Resume = False,
     keep: options.Keep = False,
-    commit_every: options.CommitEvery = 0,
+    commit_every: options.CommitEvery = None,
     overwrite: options.Overwrite = False,
     json: options.Json = False,
     timeline: options.Timeline = None,

@@ -174,13 +174,14 @@ OffloadActivations = Annotated[
     bool, typer.Option("--offload-activations", help="Keep large activations in the budget and on disk until backward.")
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue what the swap directories hold.")]
-Keep = Annotated[
-    bool, typer.Option("--keep", help="Commit at the end and leave the swap files; --resume goes on from there.")
-]
+Keep = Annotated[bool, typer.Option("--keep", help="Commit, and leave the swap files; --resume goes on from there.")]
 CommitEvery = Annotated[
-    int,
+    int | None,
     typer.Option(
-        "--commit-every", min=0, help="Commit each time this many steps are done, and keep the swap files; 0: never."
+        "--commit-every",
+        min=0,
+        help="Commit each time this many steps are done, and keep the swap files; 0: at the end only. With --keep or "
+        "--resume, unless this is given: after the first step, every ten minutes, and at the end.",
     ),
 ]
 Overwrite = Annotated[

@@ -43,7 +43,7 @@ class TrainOptions:
     offload_activations: bool = False
     resume: bool = False
     keep: bool = False
-    commit_every: int = 0
+    commit_every: int | None = None  # None: see `Training`
     timeline: Path | None = None
     weights: Path | None = None
     tensorboard: Path | None = None
@@ -52,7 +52,7 @@ class TrainOptions:
     @property
     def commits(self) -> bool:
         """Whether the run commits, which keeps its swap files."""
-        return self.keep or self.resume or self.commit_every > 0
+        return self.keep or self.resume or bool(self.commit_every)
 
 
 @dataclass(frozen=True, slots=True)

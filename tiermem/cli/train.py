@@ -49,6 +49,8 @@ from tiermem.wear import Endurance, Wear, measure_wear, parse_endurance
 
 MAX_GRAD_NORM = 1.0
 SWITCH_SECONDS = 0.0005
+# What a kill may cost a run that commits, unless it says how often: a commit writes all that is in memory.
+COMMIT_SECONDS = 600.0
 # What is left beside the budget for the C library to be free with. "auto" leaves this where the machine has it.
 _ROOMY = 2 << 30
 # The options that batches follow from, beside the text.
@@ -84,6 +86,10 @@ class Training:
         self.done = 0
         self.computes = False  # whether the model has computed a batch
         self._committing: PendingCommit | None = None  # the latest
+        self._committed = 0  # steps
+        self._committed_at = (
+            -math.inf
+        )  # by `perf_counter`; so the first step is committed, and a drive that fails is found
         try:
             if self.runtime.committed is not None:
                 self._go_on(self.runtime.committed)
@@ -101,7 +107,8 @@ class Training:
             )
         self.optimizer.load_state_dict(self.runtime.committed_optimizer_state())
         self.scheduler.load_state_dict(committed["scheduler"])
-        self.done = int(committed["step"])
+        self.done = self._committed = int(committed["step"])
+        self._committed_at = time.perf_counter()
         # With another --steps the schedule has another rate for this step than the one that was committed.
         factor = learning_rate_factor(self.done, self.options.steps)
         for group, peak in zip(self.optimizer.param_groups, self.scheduler.base_lrs, strict=True):
@@ -125,7 +132,7 @@ class Training:
         self.scheduler.step()
         self.optimizer.zero_grad()
         self.done = number + 1
-        if options.commit_every and self.done % options.commit_every == 0:
+        if self._is_commit_due():
             self.commit()
         seconds = time.perf_counter() - started
         found = self.runtime.statistics()
@@ -165,8 +172,20 @@ class Training:
         self.computes = True
         return found
 
+    def _is_commit_due(self) -> bool:
+        """Whether to commit after this step; all ranks find the same."""
+        every = self.options.commit_every
+        if every is not None:
+            return every > 0 and self.done % every == 0
+        if not self.options.commits:
+            return False
+        return self.launch.mean(time.perf_counter() - self._committed_at) >= COMMIT_SECONDS
+
     def commit(self) -> None:
-        """Commit what has been done so far, beside what comes next."""
+        """Commit what has been done so far, beside what comes next; nothing if that is committed."""
+        if self.done == self._committed:
+            return
+        self._committed, self._committed_at = self.done, time.perf_counter()
         batches = {name: getattr(self.options, name) for name in _BATCHES}
         record = {"step": self.done, "scheduler": self.scheduler.state_dict(), "batches": batches}
         self._committing = self.runtime.commit(record)
@@ -233,7 +252,7 @@ def train(options: TrainOptions, config: tiermem.Config, console: Console, launc
             console, steps=options.steps, host_memory=host_memory, baseline=baseline, state_bytes=state_bytes
         )
         run_steps(training, steps, progress)
-        if options.commits and steps and not (options.commit_every and training.done % options.commit_every == 0):
+        if options.commits:
             training.commit()
         training.end_commit()
         overlap, found = training.runtime.timeline(), training.runtime.statistics()
