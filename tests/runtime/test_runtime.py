@@ -244,6 +244,19 @@ def test_a_batch_evaluated_now_and_then_is_no_part_of_a_step_and_moves_few_bytes
     assert orders[-1] == orders[-2] == orders[-3]
 
 
+def test_gradients_are_written_once_in_the_first_step_too(tmp_path):
+    """Where a tile is leased for each gradient, nothing is planned, and little room left: once for each it had been."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)) for _ in range(12)))
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    least = least_budget(model, tmp_path)
+    config = config_for(tmp_path, least + (5 * nbytes - least) // 20, "step", io_backend="inline")
+    with tiermem.offload(model, config, coalesce=0) as runtime:
+        before = runtime.statistics().total.bytes_written
+        model(torch.ones(2, 64)).sum().backward()
+        runtime.settle()
+        assert 0 < runtime.statistics().total.bytes_written - before < 1.25 * nbytes
+
+
 def test_what_is_evaluated_before_a_step_without_gradients_is_no_step(tmp_path):
     """Such a call ends nothing: as that of the second of two optimizers, where one batch is evaluated between them."""
     both = Both(lambda: deep(8), tmp_path)

@@ -166,6 +166,8 @@ class Ahead:
                 for use, page in candidates:
                     if census.dirty(tier) <= keep or use <= self._horizon[tier]:
                         break  # what is used before the last page fetched ahead would only have to be read again
+                    if page.key == residency.used_last and not residency.forecast.has_schedule:
+                        continue  # it may be changed again at once: each gradient of a tile leases it anew
                     self._room.send_off(page, tier)
 
     def _write_unkept(self, tier: Tier) -> None:

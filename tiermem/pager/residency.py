@@ -58,6 +58,7 @@ class Residency:
         self.uses = 0
         self._report = ended
         self._last_use: dict[PageKey, int] = {}
+        self.used_last: PageKey | None = None
         self._spoiled: set[Page] = set()  # whose error is of their contents only, and goes with them
 
     def page(self, key: PageKey) -> Page:
@@ -119,6 +120,7 @@ class Residency:
             raise InvariantError(f"{page.key}: granted on {tier.name} without being held; this is a bug in tiermem")
         self.uses += 1
         self._last_use[page.key] = self.uses
+        self.used_last = page.key
         self.forecast.note(lane, page.key)
         if intent is Intent.FRESH:
             self._take_over(page, tier)
