@@ -531,10 +531,10 @@ def test_a_commit_or_snapshot_interrupted_as_it_starts_holds_nobody_up(verb, beg
     model, _, runtime = begin(tmp_path / "swap", "forward", "generous")
     real = commits.start_thread
 
-    def interrupted(name, work, pending, *arguments):
+    def interrupted(name, work, *arguments):
         if begun:
-            real(name, work, pending, *arguments)
-            while not pending._begins.locked():  # else it may be given up before its thread comes to it
+            real(name, work, *arguments)
+            while not work.__self__._begins.locked():  # else it may be given up before its thread comes to it
                 time.sleep(0.001)
         raise KeyboardInterrupt
 
