@@ -1015,6 +1015,30 @@ def test_an_attribute_that_is_a_view_of_a_parameter(tmp_path):
     offload(model, tmp_path).close()
 
 
+@pytest.mark.parametrize(
+    ("keep", "place"),
+    [
+        (lambda row: [row], r"kept\[0\]"),
+        (lambda row: {"a": (7, row)}, r"kept\['a'\]\[1\]"),
+    ],
+)
+def test_what_is_kept_in_a_list_or_a_dict_and_is_a_view_of_a_parameter(tmp_path, keep, place):
+    """It gave the numbers of the first step in all of them, in silence."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    model[1].kept = keep(model[0].weight.detach()[3])
+    with refused(tiermem.ConfigError, rf"attribute 1\.{place} is a view of parameter 0\.weight", model, tmp_path):
+        offload(model, tmp_path)
+    model[1].kept = keep(model[0].weight)  # the parameter itself comes and goes as it should
+    offload(model, tmp_path).close()
+
+
+@pytest.mark.parametrize("computed", [nn.utils.spectral_norm, nn.utils.weight_norm])
+def test_an_lstm_has_what_is_computed_of_a_parameter_in_a_list(tmp_path, computed):
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):
+        model = computed(nn.LSTM(8, 8), "weight_hh_l0")
+    offload(model, tmp_path).close()
+
+
 def test_a_buffer_beside_a_parameter_in_one_storage(tmp_path):
     model, whole = nn.Linear(8, 8, bias=False), torch.randn(3, 64)
     model.weight.data = whole[1].view(8, 8)

@@ -183,9 +183,22 @@ def _beside(model: nn.Module) -> Iterator[tuple[str, str, Any]]:
     for name, buffer in model.named_buffers():
         yield "buffer", name, buffer
     for prefix, module in model.named_modules():
+        computed = any(name.endswith("_orig") for name in module._parameters)  # noqa: SLF001 - spectral_norm's, pruning's
         for attribute, value in vars(module).items():
-            if isinstance(value, torch.Tensor) and not hasattr(module, f"{attribute}_orig"):  # spectral_norm's
-                yield "attribute", f"{prefix}.{attribute}" if prefix else attribute, value
+            if attribute in ("_parameters", "_buffers") or (computed and attribute == "_flat_weights"):
+                continue  # the last one is an LSTM's list of what is computed
+            if not (isinstance(value, torch.Tensor) and hasattr(module, f"{attribute}_orig")):
+                for place, tensor in _kept_in(attribute, value):
+                    yield "attribute", f"{prefix}.{place}" if prefix else place, tensor
+
+
+def _kept_in(place: str, value: Any, deeper: int = 3) -> Iterator[tuple[str, torch.Tensor]]:
+    """A tensor and its place; or those in a list or dict, or in such in it."""
+    if isinstance(value, torch.Tensor):
+        yield place, value
+    elif deeper and isinstance(value, (list, tuple, dict)):
+        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _kept_in(f"{place}[{key!r}]", each, deeper - 1)
 
 
 def _lies(tensor: torch.Tensor) -> bool:
