@@ -289,6 +289,48 @@ def test_writing_a_result_into_what_is_not_there_is_an_error(tmp_path: Path) -> 
         model(torch.randint(0, WORDS, (2, 6)))
 
 
+class WritingLate(Borrower):
+    """Writes into a part of a parameter that it borrows, but not in its first calls."""
+
+    def __init__(self, write: Callable[[torch.Tensor], object]) -> None:
+        super().__init__("direct")
+        self.write, self.calls = write, 0
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls > 2:
+            with torch.no_grad():
+                self.write(self.layers[1].inner.weight)
+        return super().forward(tokens)
+
+
+def written_and_kept(weight: torch.Tensor) -> None:
+    row = weight[0]
+    row.mul_(2)
+    row.add_(weight[1])  # the unit is gathered again while it lingers
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda weight: weight[0].mul_(0.9),
+        lambda weight: weight.detach().mul_(0.9),
+        lambda weight: weight.view(-1)[3:5].zero_(),
+        written_and_kept,
+    ],
+)
+def test_writing_into_a_part_of_what_is_borrowed_is_an_error_in_every_step(
+    write: Callable[[torch.Tensor], object], tmp_path: Path
+) -> None:
+    """The operation that is gathered for gives a view; the write comes behind it. It was lost in silence, or not."""
+
+    def make() -> nn.Module:
+        return WritingLate(write)
+
+    with pytest.raises(tiermem.TiermemError, match=r"layers\.1\.inner\.weight was written in place while it was gath"):
+        offloaded(make, script, tmp_path, update="auto", budget="generous")
+
+
 class Backwards(nn.Module):
     """Uses weights in backward that nothing else needs then: in a hook, and in a function that is computed again."""
 

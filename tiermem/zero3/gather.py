@@ -51,7 +51,7 @@ class _UnitState:
     """One unit's lease and views.
 
     `holds`: module calls and loans that rely on it, `lent` of them loans. `held`: the lease, with `base` the bytes of
-    its frame and `viewers` how many look at these when it is granted. `versions`: of each parameter once gathered.
+    its frame and `viewers` how many look at these when it is granted. `versions`: of each parameter when it was.
     `counted`: whether this lease was counted as a leak.
     """
 
@@ -89,10 +89,20 @@ class _UnitState:
         """The name of a parameter that was written without permission while gathered; None: there is none."""
         if self.writable or self.base is None:
             return None
+        return self.counted_writes(looks) or replaced(self.base, self.parameters, self.layout.slots)
+
+    def counted_writes(self, looks: FirstLooks) -> str | None:
+        """As `written`, of what torch counts: also while it lingers, as views that are still there count with it."""
+        if self.writable or self.base is None:
+            return None
         for parameter, slot, version in zip(self.parameters, self.layout.slots, self.versions, strict=True):
             if version_of(parameter) != version and not looks.unchanged(self.layout.unit, self.base, slot):
                 return slot.names[0]
-        return replaced(self.base, self.parameters, self.layout.slots)
+        return None
+
+    def note_versions(self) -> None:
+        """What torch counts from now on are writes; giving a parameter other memory is not counted."""
+        self.versions = tuple(version_of(parameter) for parameter in self.parameters)
 
 
 class Gatherer:
@@ -193,7 +203,6 @@ class Gatherer:
                 self.absence.end(parameter)
                 parameter.data = slot_of(views, slot)
             views.clear()
-        state.versions = tuple(version_of(parameter) for parameter in state.parameters)
         if not state.writable:
             self._looks.begin(unit, base)
         state.presence = Presence.GATHERED
@@ -223,6 +232,7 @@ class Gatherer:
             state.changing = False
         if written is not None:
             self._looks.forget(unit)
+            state.note_versions()
         free = state.held is None or self._try_release(state)
         if written is not None:
             raise written_unasked(written, "in place")
@@ -285,18 +295,20 @@ class Gatherer:
             raise InvariantError(f"the frame of {state.layout.key} does not begin its storage")
         state.held, state.base, state.writable = held, base, writable
         state.viewers, state.counted = held.viewers, False
+        state.note_versions()
         self.frames[base.untyped_storage().data_ptr()] = state.layout.unit
         return base
 
     def _try_release(self, state: _UnitState) -> bool:
         if state.held is None:
             raise InvariantError(f"unit {state.layout.unit} lingers without a lease")
-        written = None
+        written = since = None
         if state.base is not None:  # else an interrupt came while it was given back
             if viewers(state.base) > state.viewers:
                 empty_kept_frames()  # those of an interrupt may look at it, and nobody needs them
                 if viewers(state.base) > state.viewers:
                     return False
+            since = state.counted_writes(self._looks)
             written = self._looks.changed(state.layout.unit, state.base)
             self.frames.pop(state.base.untyped_storage().data_ptr(), None)  # an interrupt may have come after it
             state.base = None
@@ -304,6 +316,8 @@ class Gatherer:
         state.held.release()
         state.held = None
         self._lingering.discard(state.layout.unit)
+        if since is not None:
+            raise written_unasked(since, "in place")
         if written is not None:
             raise written_unasked(written)
         return True
