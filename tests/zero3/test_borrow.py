@@ -331,6 +331,61 @@ def test_writing_into_a_part_of_what_is_borrowed_is_an_error_in_every_step(
         offloaded(make, script, tmp_path, update="auto", budget="generous")
 
 
+class BehindTheGraph(torch.autograd.Function):
+    """Reads a parameter in backward that it has kept by itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, kept: dict[str, torch.Tensor]) -> torch.Tensor:
+        ctx.kept = kept
+        return x @ kept["weight"]
+
+    @staticmethod
+    def backward(ctx: Any, slope: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return slope @ ctx.kept["weight"].T, None
+
+
+class ReadingLate(nn.Module):
+    """Reads a parameter in backward where no graph says so, after its gradients have come."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.way = way
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, weight = self.first(x), self.head.weight
+        if self.way == "hook":
+            x.register_hook(lambda gradient: gradient @ weight.detach())
+        elif self.way == "function":
+            x = BehindTheGraph.apply(x, {"weight": weight})  # type: ignore[no-untyped-call]
+        else:
+            x = checkpoint(lambda y: torch.tanh(y @ weight.detach()), x, use_reentrant=False)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("way", ["hook", "function", "checkpoint"])
+def test_what_is_read_in_backward_after_its_update_is_an_error(way: str, tmp_path: Path) -> None:
+    """It gave the values of the next step. Where updates can be undone, or come later, the values are those of now."""
+
+    def make() -> nn.Module:
+        return ReadingLate(way)
+
+    def train(trainee: Trainee) -> None:
+        optimizer = trainee.adamw(trainee.model.parameters(), lr=1e-2)
+        for _ in range(4):
+            loss = trainee.model(torch.randn(4, WIDTH)).square().mean()
+            loss.backward()
+            trainee.note(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    for update in ("auto", "forward", "step"):
+        check(offloaded(make, train, tmp_path, update=update, budget="tight"), plain(make, train))
+    with pytest.raises(tiermem.TiermemError, match=r"head\.\w+ is read in backward after its update has begun"):
+        offloaded(make, train, tmp_path, update="backward", budget="tight")
+
+
 class Backwards(nn.Module):
     """Uses weights in backward that nothing else needs then: in a hook, and in a function that is computed again."""
 

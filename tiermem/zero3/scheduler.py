@@ -31,6 +31,7 @@ from tiermem.zero3.gather import Gatherer, Presence
 from tiermem.zero3.guards import all_gathered
 from tiermem.zero3.handles import SavedTensorHooks
 from tiermem.zero3.hooks import AfterCall, BeforeCall, LastHook, OutputHook, gradient_hook, may_checkpoint_itself
+from tiermem.zero3.late import late_gradient, late_read
 from tiermem.zero3.lockstep import Lockstep
 from tiermem.zero3.neighbours import Gradients, Listener
 from tiermem.zero3.order import OrderRecorder, Phase
@@ -200,6 +201,8 @@ class GatherScheduler:
             self._bring(unit, Phase.FORWARD)
             self._gatherer.hold(unit)
             call.units.append(unit)
+            if backward and self._touched.get(unit):
+                raise late_read(unit, self._gatherer.slots)
         if torch.is_grad_enabled():
             call.pushed = self.saved.enter(beside_others=module is None)
 
@@ -298,12 +301,7 @@ class GatherScheduler:
         if self._touched.get(unit):
             self._listener.unit_needed(unit)  # may have the update undone
         if self._touched.get(unit):
-            name = next(slot.names[0] for _, slot in self._gatherer.slots.values() if slot.parameter == parameter)
-            raise TiermemError(
-                f"a gradient of {name} arrived after the update of its unit had begun: update='backward' updates what "
-                "has as many gradients as in the step before, and this step brought more (more micro-batches, a second "
-                "backward, or a parameter that had none then). Choose update='auto', 'forward' or 'step' instead"
-            )
+            raise late_gradient(parameter, self._gatherer.slots)
         if unit not in self._touched:
             self._listener.unit_needed(unit)
             self._touched[unit] = False
