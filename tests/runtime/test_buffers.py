@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
 import torch
 from doubles_training import MIB, config_for
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import tiermem
@@ -135,6 +136,62 @@ def test_a_resume_with_another_table_that_is_too_large_to_commit_says_so(tmp_pat
         tiermem.offload(net := built(2.0), config_for(tmp_path, 8 * MIB, "step"), resume=True),
     ):
         assert net.table[0] == 2.0
+
+
+class Tables(nn.Linear):
+    """Buffers that nobody but its constructor writes."""
+
+    def __init__(self, *, persistent: bool = True) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("scale", torch.tensor([1.0, float("nan")]), persistent=persistent)
+        self.register_buffer("mask", torch.tensor([True, False]), persistent=persistent)
+        self.register_buffer("bytes", torch.zeros(3, dtype=torch.uint8), persistent=persistent)
+        links = torch.sparse_coo_tensor(torch.zeros(2, 1), torch.ones(1), (2, 2), check_invariants=False)
+        self.register_buffer("links", links, persistent=persistent)
+
+
+@pytest.mark.parametrize("by", ["commit", "snapshot"])
+def test_buffers_without_storage_that_a_commit_fills_are_filled(tmp_path: Path, by: str) -> None:
+    for name in ("run", "other"):
+        (tmp_path / name).mkdir()
+    with tiermem.offload(trained := Tables(), config_for(tmp_path / "run", 8 * MIB, "step")) as runtime:
+        trained.links = trained.links * 2  # else nobody but the program knows of a sparse one
+        expected = copy.deepcopy(dict(trained.named_buffers()))
+        runtime.commit().wait()
+        runtime.snapshot(tmp_path / "snapshot").wait()
+    with torch.device("meta"):
+        net = Tables()
+    directory, resume = (tmp_path / "run", True) if by == "commit" else (tmp_path / "other", tmp_path / "snapshot")
+    with tiermem.offload(net, config_for(directory, 8 * MIB, "step"), resume=resume) as runtime:
+        for name, buffer in net.named_buffers():
+            assert torch.equal(buffer.to_dense().nan_to_num(9), expected[name].to_dense().nan_to_num(9)), name
+        runtime.commit().wait()
+    with tiermem.offload(net := Tables(), config_for(directory, 8 * MIB, "step"), resume=True):
+        assert net.links.to_dense().tolist() == [[2, 0], [0, 0]]
+
+
+def test_buffers_without_storage_that_a_commit_does_not_hold_are_named(tmp_path: Path) -> None:
+    with tiermem.offload(Tables(persistent=False), config_for(tmp_path, 8 * MIB, "step")) as runtime:
+        runtime.commit().wait()
+    with torch.device("meta"):
+        net = Tables(persistent=False)
+    with pytest.raises(tiermem.ConfigError, match="buffer scale is on the meta device"):
+        tiermem.offload(net, config_for(tmp_path, 8 * MIB, "step"), resume=True)
+
+
+def test_buffers_without_storage_that_weights_fill_are_filled(tmp_path: Path) -> None:
+    """Also those that hold what marks such as have no values: not a number, or False all over."""
+    (tmp_path / "run").mkdir()
+    plain = Tables()
+    del plain.links  # no file has it
+    save_file(plain.state_dict(), tmp_path / "all.safetensors")
+    with torch.device("meta"):
+        net = Tables()
+    del net.links
+    weights = tmp_path / "all.safetensors"
+    with tiermem.offload(net, config_for(tmp_path / "run", 8 * MIB, "step"), weights=weights):
+        for name, buffer in plain.named_buffers():
+            assert torch.equal(net.get_buffer(name).nan_to_num(9), buffer.nan_to_num(9)), name
 
 
 def test_a_buffer_that_cannot_be_made_again_is_named(tmp_path: Path) -> None:

@@ -157,6 +157,54 @@ def test_meta_buffer_is_initialised_or_named():
         Sharded(model)
 
 
+class Shown(nn.Linear):
+    """Says how its buffer gets values."""
+
+    def __init__(self, make, write=lambda _: None) -> None:
+        self.write = lambda _: None
+        super().__init__(2, 2)
+        self.register_buffer("shown", make())
+        self.write = write
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        self.write(self)
+
+
+FORMS = {
+    **{
+        str(dtype): lambda dtype=dtype: torch.ones(4, dtype=dtype)
+        for dtype in (torch.bool, torch.uint8, torch.uint32, torch.int8, torch.int64, torch.bfloat16, torch.complex64)
+    },
+    "float8": lambda: torch.empty(4, dtype=torch.float8_e4m3fn),
+    "sparse": lambda: torch.sparse_coo_tensor(torch.zeros(2, 1), torch.ones(1), (2, 2), check_invariants=False),
+    "int4": lambda: torch.empty(4, dtype=torch.int4),
+}
+
+
+@pytest.mark.parametrize("form", sorted(FORMS))
+def test_meta_buffer_of_any_kind_that_nobody_wrote_is_named(form):
+    with torch.device("meta"):
+        model = nn.Sequential(Shown(FORMS[form]))
+    with pytest.raises(ConfigError, match=r"buffer 0\.shown is on the meta device.*deferred_init"):
+        Sharded(model)
+
+
+@pytest.mark.parametrize(
+    ("write", "values"),
+    [
+        (lambda module: module.shown.zero_(), [False, False]),
+        (lambda module: module.shown.data.copy_(torch.tensor([True, False])), [True, False]),
+        (lambda module: setattr(module, "shown", torch.zeros(2, dtype=torch.bool)), [False, False]),
+    ],
+)
+def test_meta_mask_that_is_written_is_taken_as_it_is(write, values):
+    with torch.device("meta"):
+        model = nn.Sequential(Shown(lambda: torch.ones(2, dtype=torch.bool), write))
+    Sharded(model)
+    assert model[0].shown.tolist() == values
+
+
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "t5", "modernbert", "camembert"])
 def test_absent_hugging_face_model_has_the_distribution_of_a_present_one(kind):
     make = {

@@ -67,11 +67,12 @@ class BufferWatch:
         One that training had made is made again.
         """
         buffers = dict(self._model.named_buffers())
-        for name, (dtype, shape, text, *more) in record.items():
+        for name, row in record.items():
+            dtype, shape, text, *more = row
             also = more[0] if more else {}
             buffer = buffers.get(name)
-            fits = buffer is not None and list(buffer.shape) == shape and str(buffer.dtype) == f"torch.{dtype}"
-            if "as built" in also and not (fits and text):  # nobody's but the program's
+            fits = _fits(buffer, dtype, shape)
+            if not _gives(row, buffer):
                 if buffer is not None and fits and _digest(buffer)[2] != also["as built"]:
                     _warn_of_another(name, buffer)
                 continue
@@ -125,6 +126,21 @@ class BufferWatch:
     def _place(self, name: str) -> tuple[nn.Module, str]:
         path, _, own = name.rpartition(".")
         return self._model.get_submodule(path), own
+
+
+def restored(record: Rows, model: nn.Module) -> set[str]:
+    """The names of the model's buffers to which `BufferWatch.restore` gives the values of `record`, or else raises."""
+    return {name for name, buffer in model.named_buffers() if name in record and _gives(record[name], buffer)}
+
+
+def _gives(row: list[Any], buffer: torch.Tensor | None) -> bool:
+    """Whether a row has values for the buffer; else they are nobody's but the program's."""
+    dtype, shape, text, *more = row
+    return not more or "as built" not in more[0] or bool(_fits(buffer, dtype, shape) and text)
+
+
+def _fits(buffer: torch.Tensor | None, dtype: str, shape: list[int]) -> bool:
+    return buffer is not None and list(buffer.shape) == shape and str(buffer.dtype) == f"torch.{dtype}"
 
 
 def _form(buffer: torch.Tensor) -> list[Any]:

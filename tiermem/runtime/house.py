@@ -8,7 +8,7 @@ leaves no file, thread or hook behind.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -34,7 +34,7 @@ from tiermem.planner.settings import acting
 from tiermem.registry import registry
 from tiermem.runtime.beginning import Beginning
 from tiermem.runtime.blueprint import Blueprint
-from tiermem.runtime.buffers import BufferWatch
+from tiermem.runtime.buffers import BufferWatch, restored
 from tiermem.runtime.closing import Ending, close_rooms, refuse_inside
 from tiermem.runtime.commits import Commits
 from tiermem.runtime.company import Company
@@ -204,7 +204,7 @@ def _furnish(
 ) -> House:
     pager, layouts, model = storage.pager, blueprint.layouts, blueprint.divided.model
     states, placeholders = StateStore(pager, blueprint.states), Placeholders()
-    parameters = _materialize(blueprint, storage, states, placeholders, company.computing.broadcast, init, weights)
+    parameters = _materialize(blueprint, storage, states, placeholders, company, init, weights, beginning.past)
     buffers, past = _watch_buffers(model, weights), beginning.past
     counts = take_over(past, buffers, model) if past is not None else {}
     # What can be refused has been: from here on parameters have another class, and modules hooks.
@@ -260,9 +260,10 @@ def _materialize(
     storage: Storage,
     states: StateStore,
     placeholders: Placeholders,
-    broadcast: Callable[[torch.Tensor], None],
+    company: Company,
     init: Init | None,
     weights: WeightSource | None,
+    past: Mapping[str, Any] | None,
 ) -> list[nn.Parameter]:
     materializer = Materializer(
         storage.pager,
@@ -271,7 +272,8 @@ def _materialize(
         init,
         weights,
         device=storage.torch_device,
-        broadcast=broadcast,
+        broadcast=company.computing.broadcast,
+        restored=restored(past["buffers"], blueprint.divided.model) if past is not None else (),
     )
     return fill_pages(blueprint, storage, materializer)
 

@@ -13,8 +13,9 @@ head, is dropped there. So those names, too, are on the meta device meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import ExitStack
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -26,14 +27,17 @@ from tiermem.zero3.units import Place
 
 Init = Callable[[nn.Module], object]
 
+_ADVICE = "build the model under tiermem.deferred_init(), where buffers stay real, or give it values before offload"
 _PART_NUMEL = 1 << 18  # elements that are looked at at a time
 
 
 class Initialiser:
     """Calls `init`, or the model's own `_init_weights`, or `reset_parameters`, on the modules of a unit."""
 
-    def __init__(self, model: nn.Module, init: Init | None) -> None:
+    def __init__(self, model: nn.Module, init: Init | None, filled_later: Container[str] = ()) -> None:
+        """`filled_later`: names of buffers that somebody else gives values to afterwards."""
         self._init = init
+        self._filled_later = filled_later
         self._names = {id(module): name for name, module in model.named_modules()}
         self._own: dict[int, Init] = {}
         self._parents: dict[int, list[nn.Module]] = {}
@@ -50,9 +54,7 @@ class Initialiser:
         owners = {id(place.module) for place in fresh}
         owned = {(id(place.module), place.attribute) for place in fresh}
         below = list(_children_first(root))
-        buffers = [
-            (module, marked) for module in below if id(module) in owners and (marked := _give_buffers_storage(module))
-        ]
+        buffers = [made for module in below if id(module) in owners for made in self._give_buffers_storage(module)]
         above = self._parents.get(id(root), []) if self._deferred else []
         with torch.no_grad(), ExitStack() as stack:
             for module, attribute in self._tied_later if self._init is None else ():
@@ -63,8 +65,7 @@ class Initialiser:
             left = {id(module) for module in below if id(module) in owners and _has_marks(module)}
             if left and self._init is None:
                 self._call(below, above, owners, left)
-        for module, names in buffers:
-            self._require_values(module, names)
+        self._require_values(buffers)
 
     def _call(self, below: list[nn.Module], above: list[nn.Module], owners: set[int], reset_first: set[int]) -> None:
         for module in (*below, *above):
@@ -80,12 +81,12 @@ class Initialiser:
 
     def run_buffers(self, module: nn.Module) -> None:
         """Give values to the meta buffers of a module outside all units. Raises ConfigError if that fails."""
-        names = _give_buffers_storage(module)
-        if not names:
+        buffers = self._give_buffers_storage(module)
+        if not buffers:
             return
         with torch.no_grad():
             (self._init or self._own.get(id(module)) or _reset)(module)
-        self._require_values(module, names)
+        self._require_values(buffers)
 
     def _note(self, module: nn.Module, own: Init | None, parents: list[nn.Module]) -> None:
         if id(module) in self._parents:
@@ -97,14 +98,48 @@ class Initialiser:
         for child in module.children():
             self._note(child, own, [module, *parents])
 
-    def _require_values(self, module: nn.Module, names: list[str]) -> None:
-        for name in names:
-            if is_marked(getattr(module, name)):
+    def _give_buffers_storage(self, module: nn.Module) -> list[_Made]:
+        """Give the module's meta buffers storage, marked; returns them."""
+        made = []
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.is_meta:
                 path = f"{self._names[id(module)]}.{name}".removeprefix(".")
+                try:
+                    values = torch.empty_like(buffer, device="cpu")
+                    if not values.is_sparse:
+                        mark(values)
+                except (RuntimeError, TypeError) as error:  # torch cannot make one of this layout, or dtype
+                    raise ConfigError(f"buffer {path} is on the meta device, and {_ADVICE}: {error}") from error
+                setattr(module, name, values)
+                made.append(_Made(module, name, path, values, values._version))  # noqa: SLF001 - the only way to ask
+        return made
+
+    def _require_values(self, made: list[_Made]) -> None:
+        for each in made:
+            if each.path not in self._filled_later and each.is_untouched():
                 raise ConfigError(
-                    f"buffer {path} is on the meta device and initialising its module left it without values: build "
-                    "the model under tiermem.deferred_init(), where buffers stay real, or pass init="
+                    f"buffer {each.path} is on the meta device and initialising its module left it without values: "
+                    f"{_ADVICE}, or pass init="
                 )
+
+
+class _Made(NamedTuple):
+    """A buffer that has received storage; `version`: torch's count of writes into it by then."""
+
+    module: nn.Module
+    name: str
+    path: str
+    values: torch.Tensor
+    version: int
+
+    def is_untouched(self) -> bool:
+        """Whether marks are left, or, where there are none, nobody has written or put another in its place."""
+        values = getattr(self.module, self.name)
+        if _has_mark(values):
+            return is_marked(values)
+        written = values is not self.values or values._version != self.version  # noqa: SLF001 - the only way to ask
+        # Through `.data` torch does not count.
+        return not (written or values.numel() == 0 or (not values.is_sparse and bool(values.any())))
 
 
 def _tied_later(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
@@ -133,11 +168,17 @@ def mark(values: torch.Tensor) -> torch.Tensor:
 
 
 def is_marked(values: torch.Tensor) -> bool:
-    """Whether any element still is what `mark` wrote; never for bool and unsigned integers, which have no odd value."""
+    """Whether any element still is what `mark` wrote; never where `_has_mark` is not."""
     if values.dtype.is_floating_point or values.dtype.is_complex:
         return any(bool(torch.isnan(part).any()) for part in _parts(values))
     least = torch.iinfo(values.dtype).min if values.dtype.is_signed else None
     return least is not None and any(bool((part == least).any()) for part in _parts(values))
+
+
+def _has_mark(values: torch.Tensor) -> bool:
+    """Whether a value is odd enough to be a mark: none is of bool and unsigned integers, and sparse ones have none."""
+    dtype = values.dtype
+    return values.layout is torch.strided and (dtype.is_floating_point or dtype.is_complex or dtype.is_signed)
 
 
 def _parts(values: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -147,14 +188,6 @@ def _parts(values: torch.Tensor) -> Sequence[torch.Tensor]:
 
 def _has_marks(module: nn.Module) -> bool:
     return any(not each.is_meta and is_marked(each.data) for each in module.parameters(recurse=False))
-
-
-def _give_buffers_storage(module: nn.Module) -> list[str]:
-    """Give the module's meta buffers storage, marked; returns their names."""
-    names = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
-    for name in names:
-        setattr(module, name, mark(torch.empty_like(getattr(module, name), device="cpu")))
-    return names
 
 
 def _reset(module: nn.Module) -> None:

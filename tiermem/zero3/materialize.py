@@ -8,7 +8,7 @@ were wherever torch permits it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -38,7 +38,10 @@ class WeightSource(Protocol):
     """Weights read from somewhere, one parameter at a time."""
 
     def dtype_of(self, names: tuple[str, ...], own: torch.dtype) -> torch.dtype | None:
-        """The dtype in which to ask for the parameter, which has dtype `own` in the model; None if it is not there."""
+        """The dtype in which to ask for the parameter, which has dtype `own` in the model; None if it is not there.
+
+        Of a buffer: whether `fill_others` gives it values.
+        """
 
     def fill(self, names: tuple[str, ...], values: torch.Tensor) -> bool:
         """Write the parameter known by any of `names` into `values` (CPU); False if it is not there."""
@@ -56,6 +59,7 @@ class Materializer:
     `init` is called on every module whose own parameters have just received storage; None means the model's own
     `_init_weights`, else each module's `reset_parameters`. `weights` win over both. `device` is where the computation
     will be, hence what placeholders say. `broadcast` makes the values those of rank 0, whatever other ranks have.
+    `restored`: names of buffers that a commit gives values to afterwards.
     """
 
     pager: Pager
@@ -65,6 +69,7 @@ class Materializer:
     weights: WeightSource | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     broadcast: Callable[[torch.Tensor], None] = lambda _: None
+    restored: Container[str] = ()
 
     def run(self, divided: ModelUnits, shards: Sequence[Shard]) -> list[nn.Parameter]:
         """Turn every unit into pages, leave placeholders behind, and return the parameters by number; waits.
@@ -75,7 +80,7 @@ class Materializer:
         parameter or buffer that the initialisation left without values.
         """
         _require_movable(divided)
-        initialiser = Initialiser(divided.model, self.init)
+        initialiser = self._initialiser(divided.model)
         parameters = {member.number: member.parameter for _, member in divided.members()}
         absent = {number for number, parameter in parameters.items() if parameter.is_meta}
         self._take_places(shards)
@@ -97,13 +102,22 @@ class Materializer:
         devices and buffers, and what the pager raises.
         """
         _require_movable(divided)
-        initialiser = Initialiser(divided.model, self.init)
+        initialiser = self._initialiser(divided.model)
         for module in divided.model.modules():
             initialiser.run_buffers(module)
         for shard in shards:
             if shard.layout.kept:
                 self.pager.lease([shard.layout.key], Intent.READ, lane=Lane.UPDATE).release()
         return self._stand_in(divided, shards)
+
+    def _initialiser(self, model: nn.Module) -> Initialiser:
+        source = self.weights
+        filled_later = {
+            name
+            for name, buffer in model.named_buffers()
+            if name in self.restored or (source is not None and source.dtype_of((name,), buffer.dtype) is not None)
+        }
+        return Initialiser(model, self.init, filled_later)
 
     def _take_places(self, shards: Sequence[Shard]) -> None:
         """Have what is kept by choice in memory before all else: its frames never leave.
