@@ -14,7 +14,16 @@ import torch
 from doubles_combinations import half_of
 from safetensors.torch import load_file, save_file, save_model
 from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, GPT2Model, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPT2Model,
+    LlamaConfig,
+    LlamaForCausalLM,
+    WhisperConfig,
+    WhisperModel,
+)
 
 import swap
 import tiermem
@@ -331,6 +340,30 @@ def test_with_init_parameters_may_be_missing(tmp_path: Path) -> None:
         for name, parameter in model.named_parameters():
             expected = tensors.get(name, torch.full(parameter.shape, 0.125))
             assert torch.equal(runtime.parameter(parameter), expected), name
+
+
+def test_what_a_constructor_froze_stays_frozen(tmp_path: Path) -> None:
+    settings = WhisperConfig(
+        vocab_size=64,
+        d_model=16,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=16,
+        decoder_ffn_dim=16,
+        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"), 0),
+    )
+    plain = WhisperModel(settings)
+    plain.save_pretrained(tmp_path / "saved")
+    with tiermem.deferred_init():
+        model = WhisperModel(settings)
+    with tiermem.offload(model, config(tmp_path / "swap"), weights=tmp_path / "saved") as runtime:
+        for name, parameter in plain.named_parameters():
+            assert model.get_parameter(name).requires_grad == parameter.requires_grad, name
+        positions = model.encoder.embed_positions.weight
+        assert not positions.requires_grad
+        assert torch.equal(runtime.parameter(positions), plain.encoder.embed_positions.weight)
 
 
 def test_buffers_of_the_file_are_loaded_and_come_back_on_resume(tmp_path: Path) -> None:
