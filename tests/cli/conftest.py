@@ -18,6 +18,8 @@ from tiermem.stats import READ_EDGE, WRITE_EDGE, EdgeStatistics, Statistics, Ste
 
 
 class PlainCommit:
+    failed = False
+
     def wait(self) -> None:
         pass
 

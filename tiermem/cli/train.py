@@ -87,9 +87,8 @@ class Training:
         self.computes = False  # whether the model has computed a batch
         self._committing: PendingCommit | None = None  # the latest
         self._committed = 0  # steps
-        self._committed_at = (
-            -math.inf
-        )  # by `perf_counter`; so the first step is committed, and a drive that fails is found
+        # By `perf_counter`; so the first step is committed, and a drive that fails is found.
+        self._committed_at = -math.inf
         try:
             if self.runtime.committed is not None:
                 self._go_on(self.runtime.committed)
@@ -173,13 +172,14 @@ class Training:
         return found
 
     def _is_commit_due(self) -> bool:
-        """Whether to commit after this step; all ranks find the same."""
+        """Whether to commit after this step; all ranks find the same. At once where one failed, for that to be said."""
         every = self.options.commit_every
         if every is not None:
             return every > 0 and self.done % every == 0
         if not self.options.commits:
             return False
-        return self.launch.mean(time.perf_counter() - self._committed_at) >= COMMIT_SECONDS
+        failed = self._committing is not None and self._committing.failed
+        return self.launch.mean(math.inf if failed else time.perf_counter() - self._committed_at) >= COMMIT_SECONDS
 
     def commit(self) -> None:
         """Commit what has been done so far, beside what comes next; nothing if that is committed."""

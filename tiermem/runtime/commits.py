@@ -97,6 +97,11 @@ class PendingCommit:
         """Whether it is durable, or has failed."""
         return self.future.done()
 
+    @property
+    def failed(self) -> bool:
+        """Whether it has failed; `wait`, and the next one, say how."""
+        return self.done and self.future.exception() is not None
+
     def wait(self) -> None:
         """Wait until it is durable. Raises the error if it failed: the commit before holds then.
 
