@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import itertools
 import os
@@ -26,7 +27,7 @@ import swap
 import tiermem
 from swap.syscalls import SystemCalls
 from tiermem.optim.coordinator import UpdateCoordinator
-from tiermem.runtime import closing
+from tiermem.runtime import closing, company
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -58,14 +59,22 @@ def refused(error, match, model=None, directory=None):
 # Budgets.
 
 
-@pytest.mark.parametrize(("available", "warned"), [(MIB, True), (64 * MIB, False)])
-def test_a_budget_that_lets_more_into_host_memory_than_there_is_is_warned_of(tmp_path, monkeypatch, available, warned):
+@pytest.mark.parametrize(
+    ("available", "ranks", "share"),
+    [(MIB, 1, "1.00 MiB"), (16 * MIB, 1, None), (16 * MIB, 4, "4.00 MiB, the share of one of 4 ranks,")],
+)
+def test_a_budget_that_lets_more_into_host_memory_than_there_is_is_warned_of(
+    tmp_path, monkeypatch, available, ranks, share
+):
     """It was taken without a word, and the process killed when memory was used up."""
-    monkeypatch.setattr("tiermem.runtime.storage.available_host_memory", lambda: available)
+    here = dataclasses.replace(company.alone(), neighbours=ranks)
+    monkeypatch.setattr("tiermem.runtime.offloading.find_company", lambda *_: here)
+    monkeypatch.setattr("tiermem.runtime.offloading.available_host_memory", lambda: available)
     with tiermem.deferred_init():
         model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
-    if warned:
-        with pytest.warns(RuntimeWarning, match=r"lets 4\.\d+ MiB of this model into host memory, of which 1.00 MiB"):
+    if share:
+        found = rf"lets 4\.\d+ MiB of this model into host memory, of which {share} are available"
+        with pytest.warns(RuntimeWarning, match=found):
             runtime = offload(model, tmp_path, "step", 1 << 40)
     else:
         runtime = offload(model, tmp_path, "step", 1 << 40)

@@ -7,6 +7,7 @@ come from. Does not build (`house.py`). Guarantees that what is refused is refus
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -21,10 +22,12 @@ from tiermem.checkpoint.tensor_file import TensorLoader
 from tiermem.checkpoint.weights import open_weights
 from tiermem.config import Config, parse_dtype
 from tiermem.errors import ConfigError, ResumeError
+from tiermem.memory.machine import available_host_memory
+from tiermem.memory.sizes import format_bytes
 from tiermem.registry import registry
 from tiermem.runtime.alike import require_alike
 from tiermem.runtime.beginning import Beginning, agree_on_commit, find_beginning
-from tiermem.runtime.blueprint import draw
+from tiermem.runtime.blueprint import Blueprint, draw
 from tiermem.runtime.company import Company, find_company, leave_directories, make_directories, own_directories
 from tiermem.runtime.face import Runtime
 from tiermem.runtime.house import House, build
@@ -68,8 +71,7 @@ def offload(
         weights: a safetensors file or a Hugging Face folder, streamed straight into pages, converted to the dtypes of
             the model, renamed and merged as transformers does while it loads; buffers and generation_config.json found
             there too. All must fit; with `init` some may be missing. Not read in a resume. See checkpoint/README.md.
-        init: called on each module whose own parameters have just received storage. Default: the model's
-            `_init_weights`, else `reset_parameters`.
+        init: called on each module whose own parameters got storage; default: `_init_weights`, else `reset_parameters`.
         resume: False: start anew, and refuse directories that hold a committed run unless `config.overwrite`. "auto":
             continue from the last commit if there is one. True: insist on one. A path: start from that snapshot, in
             directories as for False. After a resume parameters, optimizer state, buffers, step counts and the
@@ -94,10 +96,27 @@ def offload(
             source = _find_source(own, beginning, model, weights, loader, partial=init is not None)
             blueprint = draw(model, own, units, beginning, company, _keeping(keep, keep_dtype), coalesce)
             require_alike(model, blueprint, own, company, values=_source_in_words(beginning, source))
+            _warn_of_missing_memory(model, blueprint, company)
             return _begin(model, partial(build, blueprint, own, beginning, company, init=init, weights=source), config)
     except BaseException as error:
         _give_up(error, config, company)
         raise
+
+
+def _warn_of_missing_memory(model: nn.Module, blueprint: Blueprint, company: Company) -> None:
+    """Say so where more will be taken than there is: an arena's memory comes as it is used, and then nobody can."""
+    wanted = min(blueprint.host_nbytes, blueprint.swap_nbytes(1))
+    given_up = sum(each.nbytes for each in model.parameters() if each.device.type == "cpu")
+    available = available_host_memory() // company.neighbours + given_up
+    if wanted > available:
+        share = f", the share of one of {company.neighbours} ranks," if company.neighbours > 1 else ""
+        warnings.warn(
+            f"host_memory lets {format_bytes(wanted)} of this model into host memory, of which "
+            f"{format_bytes(available)}{share} are available: the system may end the process when they are used up. "
+            "Give less (activations, Python and its libraries come on top), or host_memory='auto'",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def _begin(model: nn.Module, make: Callable[[], House], config: Config) -> Runtime:

@@ -7,7 +7,6 @@ after an error and then raises it, and that what an earlier run has committed st
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,8 +19,6 @@ from tiermem.config import Config
 from tiermem.errors import ConfigError, ResumeError
 from tiermem.memory.arena import Arena, HostArena
 from tiermem.memory.devices import Device
-from tiermem.memory.machine import available_host_memory
-from tiermem.memory.sizes import format_bytes
 from tiermem.memory.tiers import Tier
 from tiermem.pager.ahead import Appetite
 from tiermem.pager.edges import Chain, device_chain, host_chain
@@ -218,7 +215,6 @@ def _appetites(blueprint: Blueprint) -> dict[Tier, Appetite]:
 
 def _make_arenas(config: Config, blueprint: Blueprint, device: Device | None) -> list[Arena]:
     """That of HOST, and where there is a device, its own."""
-    _warn_of_missing_memory(blueprint)
     if device is None or blueprint.device is None:
         return [HostArena(blueprint.host_nbytes, poison=config.poison)]
     host = device.make_host_arena(blueprint.host_nbytes, poison=config.poison, passing=blueprint.passing_nbytes)
@@ -227,21 +223,6 @@ def _make_arenas(config: Config, blueprint: Blueprint, device: Device | None) ->
     except BaseException:
         host.close()
         raise
-
-
-def _warn_of_missing_memory(blueprint: Blueprint) -> None:
-    """Say so where more will be taken than there is: an arena's memory comes as it is used, and then nobody can."""
-    wanted = min(blueprint.host_nbytes, blueprint.swap_nbytes(1))
-    given_up = sum(each.nbytes for each in blueprint.divided.model.parameters() if each.device.type == "cpu")
-    available = available_host_memory() + given_up
-    if wanted > available:
-        warnings.warn(
-            f"host_memory lets {format_bytes(wanted)} of this model into host memory, of which "
-            f"{format_bytes(available)} are available: the system may end the process when they are used up. Give less "
-            "(activations, Python and its libraries come on top), or host_memory='auto'",
-            RuntimeWarning,
-            stacklevel=2,
-        )
 
 
 def _make_chain(arenas: Sequence[Arena], blueprint: Blueprint, device: Device | None, extents: Extents) -> Chain:
