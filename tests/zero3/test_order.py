@@ -101,6 +101,38 @@ def test_who_wants_to_know_is_told_of_rest_where_no_step_has_begun():
     assert told == [Step.RESTS, Step.BEGINS]
 
 
+def test_a_batch_evaluated_between_steps_has_begun_none_so_that_it_rests():
+    """As where averaged parameters are written, a batch is evaluated with them, and the others are written again."""
+    order, told = after(), []
+    order.evaluates = told.append
+    evaluate(order, 0, 1)
+    order.rest()
+    assert told == [Step.BEGINS, Step.RESTS]
+    order.access(0, FORWARD)
+    assert told[2:] == [Step.PAUSES, Step.BEGINS, Step.BEGINS]
+    order.rest()
+    assert len(told) == 5, "now one has"
+
+
+def test_who_was_told_of_rest_is_told_of_its_end_whatever_comes_next():
+    """Also where a teacher is used in each step as expected, and where others are evaluated, over and over."""
+    order, told = OrderRecorder(), []
+    for _ in range(3):
+        told.clear()
+        order.evaluates = told.append
+        evaluate(order, 3, 4)
+        order.rest()
+        order.access(0, FORWARD)
+        order.finish()
+    assert told == [Step.BEGINS, Step.RESTS, Step.PAUSES]
+    evaluate(order, 3, 3)
+    told.clear()
+    for _ in range(2):
+        order.rest()
+        evaluate(order, 3, 3)
+    assert told == [Step.RESTS, Step.PAUSES] * 2
+
+
 def test_an_evaluation_goes_round_in_what_it_uses_now():
     """Text is encoded twice, an image denoised fifty times; with a decoder, what encodes is used once for each text."""
     order, told = after(*STEP[:2]), []

@@ -20,6 +20,7 @@ class Gradless(Generic[Used]):
         self._used: dict[Used, None] = {}
         self._round: frozenset[Used] = frozenset()
         self.evaluates = False
+        self.rested = False  # whether units were written by hand since the last of it
 
     def __bool__(self) -> bool:
         return self.evaluates or bool(self._used)

@@ -117,6 +117,9 @@ class OrderRecorder:
         the same in the step before (a frozen encoder, not a batch that is evaluated now and then), or in the first.
         """
         access = Access(unit, phase)
+        if self._gradless.rested:  # it is where it was, and rests no longer
+            self._gradless.rested = False
+            self.evaluates(Step.PAUSES)
         if not gradless:
             self._end_gradless()
         elif self._evaluate(access):
@@ -132,7 +135,8 @@ class OrderRecorder:
 
     def rest(self) -> None:
         """Units are about to be written by hand. Where no step has begun, nobody knows how often in a row."""
-        if not self._accesses:
+        if not self.has_begun:
+            self._gradless.rested = bool(self._gradless)
             self.evaluates(Step.RESTS)
 
     def _evaluate(self, access: Access) -> bool:
