@@ -296,3 +296,53 @@ def test_whether_batches_went_together_is_of_one_step():
         step = order.finish()
         assert step.together == expected
         assert step.accesses == (Access(0, GRADIENT),)
+
+
+def test_what_is_computed_with_gradients_and_never_goes_backward_is_not_recorded_for_ever():
+    """A validation without `torch.no_grad`: behind it the step is expected again that came before it."""
+    order = after()
+    for _ in range(20_000):
+        order.access(0, FORWARD)
+        order.access(1, FORWARD)
+        order.touch(PageKey(0, Kind.ACTIVATION, 0))
+    assert order.position < 20_000
+    assert order.upcoming() is None
+    evaluate(order, 0, 1, 0, 1)
+    for unit, phase in STEP:
+        order.access(unit, phase)
+        if phase is GRADIENT:
+            order.contribution(unit)
+    step = order.finish()
+    assert [(access.unit, access.phase) for access in step.accesses] == list(STEP)
+    assert step.touches == ()
+    assert step.contributions == {0: 1, 1: 1, 2: 1}, "these are the step's own"
+    assert order.upcoming() == 0
+    assert accesses(order) == [], "the record has begun anew"
+
+
+def test_a_step_with_many_more_micro_batches_is_recorded():
+    order = after()
+    for unit, phase in STEP * 64:
+        order.access(unit, phase)
+    assert accesses(order) == list(STEP * 64)
+
+
+def test_a_second_step_that_long_is_what_steps_are_now():
+    """A step with few micro-batches, as at the end of an epoch, and from then on ones with very many."""
+    order = after()
+    for expected in (STEP, STEP * 3000):
+        for unit, phase in STEP * 3000:
+            order.access(unit, phase)
+        step = order.finish()
+        assert [(access.unit, access.phase) for access in step.accesses] == list(expected)
+
+
+def test_where_no_step_ever_ends_the_record_does(monkeypatch):
+    """Features of a frozen model, outside of `torch.no_grad`."""
+    monkeypatch.setattr("tiermem.zero3.order._MOST", 100)
+    order = OrderRecorder()
+    for _ in range(200):
+        order.access(0, FORWARD)
+    assert order.position == 100
+    assert order.finish() is None
+    assert order.expected is None

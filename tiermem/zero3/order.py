@@ -3,7 +3,8 @@
 Owns the record of one step and the frozen result of the last one. Does not know modules or what is done with the
 order. Guarantees that a frozen order never changes, and that a step which deviates is recorded like any other:
 a surprise is counted, never an error. What is evaluated between, if only once, and what brought gradients that were all
-dropped, is not recorded: the record does not grow with it.
+dropped, is not recorded: the record does not grow with it. Nor, past `_longest`, with what is computed outside of
+`torch.no_grad` and never goes backward.
 """
 
 from __future__ import annotations
@@ -11,12 +12,17 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from tiermem.pager.page import PageKey
 from tiermem.pager.schedule import Step
 from tiermem.zero3.gradless import Gradless
+
+# One step that has so many times as many accesses as that before, and so many besides, says nothing of the next: it has
+# a validation without torch.no_grad() in it, say. Planning for 10,000 accesses takes more than a second.
+_TIMES, _BESIDES = 64, 1 << 14
+_MOST = 1 << 20  # of a step that none was before; some 60 bytes each
 
 
 class Phase(enum.Enum):
@@ -45,7 +51,8 @@ class StepOrder:
     `touches`: pages of activations that were written or read, each with how many accesses came before it. They are no
     part of the comparison: how many there are depends on the input. `together`: whether several micro-batches went
     through a unit before the next one. `gradless`: what was used without gradients and belongs to the step, by how many
-    accesses came before it. `stretches`: all that was used so, whether it belongs to the step or not.
+    accesses came before it. `stretches`: all that was used so, whether it belongs to the step or not. `longest`: how
+    many accesses of the next step are recorded.
     """
 
     accesses: tuple[Access, ...] = ()
@@ -54,6 +61,7 @@ class StepOrder:
     together: bool = field(default=False, compare=False)
     gradless: Mapping[int, Stretch] = field(default_factory=lambda: MappingProxyType({}), compare=False)
     stretches: frozenset[Stretch] = field(default=frozenset(), compare=False)
+    longest: int = field(default=_MOST, compare=False)
 
 
 class OrderRecorder:
@@ -131,7 +139,8 @@ class OrderRecorder:
         if self._expected is not None and self._on_course:
             ahead = self._expected.accesses
             self._on_course = self.position < len(ahead) and ahead[self.position] == access
-        self._accesses.append(access)
+        if gradless or self.position < _longest(self._expected):
+            self._accesses.append(access)
 
     def rest(self) -> None:
         """Units are about to be written by hand. Where no step has begun, nobody knows how often in a row."""
@@ -178,7 +187,8 @@ class OrderRecorder:
     def touch(self, key: PageKey) -> None:
         """Note that a page of activations is written or read after the accesses so far."""
         self._end_gradless()
-        self._touches.append((self.position, key))
+        if self.position < _longest(self._expected):
+            self._touches.append((self.position, key))
 
     def gradient(self, unit: int, parameter: int) -> None:
         """Note that a gradient is about to arrive: an access to the unit's, if it is the first of its micro-batch.
@@ -247,24 +257,29 @@ class OrderRecorder:
             before.get(number, 0) >= batches for number in parameters
         )
 
-    def finish(self) -> StepOrder:
+    def finish(self) -> StepOrder | None:
         """Freeze the present step, make it what is expected of the next, and begin that one.
 
         A step whose gradients were all dropped (it was skipped) says nothing of how many the next one brings: what was
-        expected of it is expected again.
+        expected of it is expected again. So are all accesses behind a step longer than is recorded; None: there were
+        none before.
         """
         self._end_gradless()
         contributions: Mapping[int, int] = MappingProxyType(dict(self._contributions))
         if not contributions and self._expected is not None:
             contributions = self._expected.contributions
-        step = self._expected = StepOrder(
-            tuple(self._accesses),
-            contributions,
-            tuple(self._touches),
-            self._together,
-            MappingProxyType(self._belonging),
-            frozenset(self._stretches.union(self._belonging.values())),
-        )
+        if self.position < _longest(self._expected):
+            self._expected = StepOrder(
+                tuple(self._accesses),
+                contributions,
+                tuple(self._touches),
+                self._together,
+                MappingProxyType(self._belonging),
+                frozenset(self._stretches.union(self._belonging.values())),
+                min(_MOST, _BESIDES + _TIMES * self.position),
+            )
+        elif self._expected is not None:  # a second one in a row is what steps are now
+            self._expected = replace(self._expected, contributions=contributions, longest=_MOST)
         self._accesses = []
         self._contributions = Counter()
         self._batches = Counter()
@@ -272,7 +287,12 @@ class OrderRecorder:
         self._belonging, self._stretches = {}, set()
         self._on_course = True
         self._together = False
-        return step
+        return self._expected
+
+
+def _longest(before: StepOrder | None) -> int:
+    """How many accesses of a step are recorded."""
+    return _MOST if before is None else before.longest
 
 
 def _is_as_expected(accesses: Sequence[Access], expected: StepOrder | None) -> bool:
