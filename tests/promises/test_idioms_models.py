@@ -12,6 +12,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from doubles_models import Stack, mlp
@@ -582,6 +583,8 @@ def test_who_computes_with_what_is_paged_out_is_told(tmp_path, recwarn):
             lambda: model[0].weight.data.mT,
             lambda: torch.block_diag(result, model[0].weight),  # not for a loss: it would have no graph
             lambda: model[0].weight.detach().clone(),
+            lambda: model[0].weight.detach().cpu().numpy(),
+            lambda: np.asarray(model[0].weight.data),
             lambda: average.mul_(0.9).add_(model[0].weight.detach(), alpha=0.1),
             lambda: average.mul_(0.9).add_(model[0].weight.data, alpha=0.1),
         ):

@@ -40,7 +40,7 @@ _MAKING = (
 )
 # What computes nothing, and so is not warned of (what is then computed from `data` is); `view_as` is how torch asks for
 # a leaf's node of the graph.
-_ASIDE = frozenset(("data", "detach", "view_as", "numpy", "__array__", "__dlpack__"))
+_ASIDE = frozenset(("data", "detach", "view_as"))
 # What is done to all parameters of a model: `Module.to`, and the like.
 _CONVERTING = frozenset(
     ("to", "type", "cpu", "cuda", "float", "double", "half", "bfloat16", "contiguous", "pin_memory")
