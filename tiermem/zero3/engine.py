@@ -10,7 +10,7 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -212,6 +212,12 @@ def viewers(tensor: torch.Tensor) -> int:
 def version(tensor: torch.Tensor) -> int:
     """Return how often `tensor`, or a view of it, was written in place."""
     return int(tensor._version)  # noqa: SLF001 - torch documents it, under this name
+
+
+def versions(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
+    """The `version` of each."""
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - absent.py is not asked: that costs more than all of it
+        return tuple(version(tensor) for tensor in tensors)
 
 
 def share_versions(one: torch.Tensor, other: torch.Tensor) -> bool:

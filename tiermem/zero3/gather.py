@@ -22,8 +22,7 @@ from tiermem.errors import InvariantError, TiermemError
 from tiermem.interrupts import empty_kept_frames
 from tiermem.stats import Counters
 from tiermem.zero3.absent import Absence
-from tiermem.zero3.engine import outside_inference, unwatched, viewers
-from tiermem.zero3.engine import version as version_of
+from tiermem.zero3.engine import outside_inference, unwatched, versions, viewers
 from tiermem.zero3.layout import Slot, UnitLayout, slot_of, typed_views
 from tiermem.zero3.looks import FirstLooks, written_unasked
 from tiermem.zero3.placeholder import Placeholders, converted, reshaped
@@ -95,14 +94,10 @@ class _UnitState:
         """As `written`, of what torch counts: also while it lingers, as views that are still there count with it."""
         if self.writable or self.base is None:
             return None
-        for parameter, slot, version in zip(self.parameters, self.layout.slots, self.versions, strict=True):
-            if version_of(parameter) != version and not looks.unchanged(self.layout.unit, self.base, slot):
+        for version, before, slot in zip(versions(self.parameters), self.versions, self.layout.slots, strict=True):
+            if version != before and not looks.unchanged(self.layout.unit, self.base, slot):
                 return slot.names[0]
         return None
-
-    def note_versions(self) -> None:
-        """What torch counts from now on are writes; giving a parameter other memory is not counted."""
-        self.versions = tuple(version_of(parameter) for parameter in self.parameters)
 
 
 class Gatherer:
@@ -232,7 +227,7 @@ class Gatherer:
             state.changing = False
         if written is not None:
             self._looks.forget(unit)
-            state.note_versions()
+            state.versions = versions(state.parameters)
         free = state.held is None or self._try_release(state)
         if written is not None:
             raise written_unasked(written, "in place")
@@ -295,7 +290,7 @@ class Gatherer:
             raise InvariantError(f"the frame of {state.layout.key} does not begin its storage")
         state.held, state.base, state.writable = held, base, writable
         state.viewers, state.counted = held.viewers, False
-        state.note_versions()
+        state.versions = versions(state.parameters)  # giving them other memory does not count
         self.frames[base.untyped_storage().data_ptr()] = state.layout.unit
         return base
 

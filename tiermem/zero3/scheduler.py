@@ -201,7 +201,8 @@ class GatherScheduler:
             self._bring(unit, Phase.FORWARD)
             self._gatherer.hold(unit)
             call.units.append(unit)
-            if backward and self._touched.get(unit):
+            # Of micro-batches that go through together checkpoints compute again what nobody reads then.
+            if backward and self._touched.get(unit) and self.lockstep is None:
                 raise late_read(unit, self._gatherer.slots)
         if torch.is_grad_enabled():
             call.pushed = self.saved.enter(beside_others=module is None)
