@@ -496,7 +496,7 @@ def test_a_drive_that_does_not_answer(tmp_path: Path, operation: str) -> None:
 
     setattr(Silent, operation, lambda *_: go.wait(60))
     with pytest.raises(swap.SwapIOError, match="ETIMEDOUT"):
-        write_with(Silent(), tmp_path / "out", stall_seconds=0.05)
+        write_with(Silent(), tmp_path / "out", stall_seconds=1.0)
     go.set()
     until = time.monotonic() + 10.0
     while list(tmp_path.iterdir()):  # a rename is waited for: it might have given the folder its name
@@ -531,7 +531,7 @@ def test_a_name_that_is_given_late_is_that_of_a_whole_folder(tmp_path: Path, mon
         named.wait(10)
 
     monkeypatch.setattr(Path, "unlink", unlink)
-    with Draft(tmp_path / "out", stall_seconds=0.05, system=Late()) as draft:
+    with Draft(tmp_path / "out", stall_seconds=1.0, system=Late()) as draft:
         for name in ("a", "b"):
             draft.text(name, name)
         with pytest.raises(swap.SwapIOError, match=r"rename.*ETIMEDOUT"):

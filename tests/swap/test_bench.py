@@ -335,7 +335,7 @@ def test_a_drive_that_stops_answering_ends_the_measurement(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passed: int
 ) -> None:
     monkeypatch.setattr("swap.bench.load._DRAIN_SECONDS", 0.3)
-    monkeypatch.setattr("swap.bench.load.EngineSettings", partial(EngineSettings, stall_seconds=0.3))
+    monkeypatch.setattr("swap.bench.load.EngineSettings", partial(EngineSettings, stall_seconds=1.0))
     system, stall = FaultySystemCalls(), Stall()
     system.inject("pwritev", *[None] * (1 + passed), stall)  # the first one writes the header
     try:

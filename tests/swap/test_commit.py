@@ -182,7 +182,7 @@ def test_what_a_commit_looks_for_is_not_waited_for_on_a_silent_drive(
 ) -> None:
     """A name is read from the drive where the system does not remember it."""
     run, answers = Run(tmp_path), threading.Event()
-    run.store = CommitStore([tmp_path], name="r0", stall_seconds=0.1)
+    run.store = CommitStore([tmp_path], name="r0", stall_seconds=1.0)
     run.space._files[0]._system = PatientSystemCalls(None, 0.1)
     run.write("a", b"a")
 
@@ -513,7 +513,7 @@ def test_a_drive_that_fails_again_leaves_the_doubt_until_it_answers(tmp_path: Pa
 
 def test_a_rename_that_was_given_up_keeps_others_out_until_it_has_ended(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    run.store = CommitStore([tmp_path], name="r0", system=run.system, stall_seconds=0.1)
+    run.store = CommitStore([tmp_path], name="r0", system=run.system, stall_seconds=1.0)
     run.two_commits()
     stall = Stall()
     run.system.inject("rename", stall)
@@ -535,7 +535,7 @@ def test_a_rename_that_was_given_up_keeps_others_out_until_it_has_ended(tmp_path
 
 def test_a_write_that_was_given_up_keeps_others_out_until_it_has_ended(tmp_path: Path) -> None:
     stall, system = Stall(), FaultySystemCalls()
-    settings = EngineSettings(stall_seconds=0.1)
+    settings = EngineSettings(stall_seconds=1.0)
     space = SwapSpace.open([tmp_path], name="r0", nbytes=MIB, system=system, settings=settings)
     extent, buffer = space.allocate(4096), AlignedBuffer(4096)
     system.inject("pwritev", stall)
@@ -894,7 +894,7 @@ def test_after_a_failed_sync_nothing_is_known_and_no_commit_is_made(tmp_path: Pa
 
 def test_a_rename_that_may_yet_happen_is_waited_for_before_the_next_commit(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    run.store = CommitStore([tmp_path], name="r0", system=run.system, stall_seconds=0.1)
+    run.store = CommitStore([tmp_path], name="r0", system=run.system, stall_seconds=1.0)
     run.two_commits()
     mark = prepared(run, 2)
     stall = Stall()

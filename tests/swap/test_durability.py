@@ -116,7 +116,7 @@ def test_a_space_syncs_its_devices_at_once(tmp_path: Path) -> None:
 
 
 def test_one_silent_drive_is_named_and_no_sync_succeeds_afterwards(tmp_path: Path) -> None:
-    space, system = two_drives(tmp_path, stall_seconds=0.5)
+    space, system = two_drives(tmp_path, stall_seconds=1.0)
     stall = Stall()
     real = system.fdatasync
 

@@ -130,7 +130,7 @@ def test_room_is_reserved_a_piece_after_the_other_each_within_the_time_of_a_call
             pieces.append((offset, nbytes))
             super().fallocate(fd, offset, nbytes)
 
-    settings = swap.EngineSettings(stall_seconds=0.1)
+    settings = swap.EngineSettings(stall_seconds=1.0)
     swap.SwapSpace.open([tmp_path], name="name", nbytes=150_000, system=Noting()).close()
     assert pieces == [(0, 1 << 16), (1 << 16, 1 << 16), (2 << 16, 155_648 - (2 << 16))]
     assert os.stat(tmp_path / "name.swapfile").st_size == 155_648
@@ -150,7 +150,7 @@ def test_a_commit_that_a_silent_drive_may_yet_remove_keeps_others_out(tmp_path: 
         swap.CommitStore([tmp_path], name="name").write(0, [], {}, space=space)
     system, stall = FaultySystemCalls(), Stall()
     system.inject("unlink", stall)
-    settings = swap.EngineSettings(stall_seconds=0.1)
+    settings = swap.EngineSettings(stall_seconds=1.0)
     with pytest.raises(swap.SwapIOError, match=r"unlink.*manifest.*ETIMEDOUT"):
         swap.SwapSpace.open([tmp_path], name="name", nbytes=1 << 16, settings=settings, system=system)
     with pytest.raises(swap.SwapInUseError):
@@ -221,7 +221,7 @@ def test_what_is_free_is_not_waited_for_on_a_silent_drive(
             raise OSError(errno.EIO, "too late")
 
     monkeypatch.setattr(swap.probe, "PROBE_BYTES", 1 << 16)
-    settings = swap.EngineSettings(stall_seconds=0.5)
+    settings = swap.EngineSettings(stall_seconds=1.0)
     with pytest.raises(swap.SwapIOError, match=rf"{tmp_path.name}.*ETIMEDOUT.*no progress"):
         swap.SwapSpace.open(
             [tmp_path], name="name", nbytes=1 << 16, weights=weights, settings=settings, system=Silent()
@@ -243,7 +243,7 @@ def test_looking_for_who_holds_a_directory_on_a_silent_drive_is_an_error_that_na
 def test_closing_what_a_call_is_out_on_ends(tmp_path: Path, out: str) -> None:
     """A file system in user space, or over a network, closes a file when that call has ended."""
     system, call, closing = FaultySystemCalls(), Stall(), Stall()
-    settings = swap.EngineSettings(stall_seconds=0.2)
+    settings = swap.EngineSettings(stall_seconds=1.0)
     space = swap.SwapSpace.open([tmp_path], name="name", nbytes=4096, settings=settings, system=system)
     system.inject("close", closing)
     if out == "transfer":
@@ -276,7 +276,7 @@ def test_measuring_a_silent_drive_ends(tmp_path: Path) -> None:
     system, stall = FaultySystemCalls(), Stall()
     system.inject("open", stall)
     with pytest.raises(swap.SwapIOError, match=r"name\.probe\.lock.*ETIMEDOUT"):
-        measure(tmp_path, name="name", settings=swap.EngineSettings(stall_seconds=0.1), system=system)
+        measure(tmp_path, name="name", settings=swap.EngineSettings(stall_seconds=1.0), system=system)
     stall.release()
 
 
