@@ -321,7 +321,8 @@ def test_what_is_updated_while_another_part_is_evaluated_is_not_read_for_it_agai
 def test_a_step_reads_no_more_for_what_was_looked_at_before_it(verb, tmp_path):
     model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(24)))
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
-    with tiermem.offload(model, config_for(tmp_path, nbytes * 7 // 8, "forward"), coalesce=0) as runtime:
+    config = config_for(tmp_path, nbytes * 7 // 8, "forward", io_backend="inline")  # threads: it varies
+    with tiermem.offload(model, config, coalesce=0) as runtime:
         optimizer = tiermem.AdamW(model.parameters(), lr=1e-3)
 
         def step() -> int:
@@ -344,7 +345,7 @@ def test_a_step_reads_no_more_for_what_was_looked_at_before_it(verb, tmp_path):
                 else:
                     with runtime.gathered(parameter):
                         pass
-        assert step() < usual + nbytes  # after dropped gradients 0.4 to 0.6 of them; once 1.5 and 1.7
+        assert step() < usual + nbytes // 2
 
 
 def test_gradients_grow_over_backwards_and_end_with_the_step(tmp_path):
