@@ -386,6 +386,50 @@ def test_what_is_read_in_backward_after_its_update_is_an_error(way: str, tmp_pat
         offloaded(make, train, tmp_path, update="backward", budget="tight")
 
 
+class FrozenBesideTrained(nn.Module):
+    """Each layer is one unit, of which the part that is computed again last has nothing to be updated."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(
+            nn.ModuleList([nn.Linear(WIDTH, WIDTH).requires_grad_(False), nn.Linear(WIDTH, 2 * WIDTH)])
+            for _ in range(3)
+        )
+        self.way = way
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for frozen, trained in self.layers:
+            if self.way == "module":
+                x = checkpoint(frozen, x, use_reentrant=True)
+            else:
+                weight = frozen.weight
+                x = checkpoint(lambda y, weight=weight: torch.tanh(y @ weight.detach()), x, use_reentrant=False)
+            x = torch.tanh(x) + checkpoint(trained, x, use_reentrant=True)[:, :WIDTH]
+        return x
+
+
+@pytest.mark.parametrize("way", ["module", "function"])
+def test_what_is_frozen_may_be_read_in_backward_after_the_rest_of_its_unit_is_updated(way: str, tmp_path: Path) -> None:
+    """It was an error: of parts of a layer that are checkpointed each by itself, one is frozen."""
+
+    def make() -> nn.Module:
+        return FrozenBesideTrained(way)
+
+    def train(trainee: Trainee) -> None:
+        trained = [parameter for parameter in trainee.model.parameters() if parameter.requires_grad]
+        optimizer = trainee.adamw(trained, lr=1e-2)
+        for _ in range(4):
+            loss = trainee.model(torch.randn(4, WIDTH)).square().mean()
+            loss.backward()
+            trainee.note(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    check(offloaded(make, train, tmp_path, update="backward", budget="tight"), plain(make, train))
+
+
 class Backwards(nn.Module):
     """Uses weights in backward that nothing else needs then: in a hook, and in a function that is computed again."""
 

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from tiermem.errors import TiermemError
 from tiermem.zero3.absent import Operation, absent_in, each_in, is_absent
@@ -60,7 +61,7 @@ class Borrowing:
         self,
         slots: Mapping[int, tuple[int, Slot]],
         stack: CallStack,
-        before: Callable[[None, tuple[int, ...]], None],
+        before: Callable[[None, tuple[int, ...], Sequence[nn.Parameter]], None],
         after: Callable[[None], None],
     ) -> None:
         """`before` and `after`: what surrounds the call of a module that reads these units; here it is an operation."""
@@ -74,22 +75,18 @@ class Borrowing:
     ) -> Any:
         """Carry out an operation on absent parameters, with what it reads gathered."""
         read = _read(function, args, kwargs)
-        units = dict.fromkeys(self._own(read))
+        own = [parameter for parameter in absent_in(read) if id(parameter) in self._slots]
+        units = dict.fromkeys(self._slots[id(parameter)][0] for parameter in own)
         # Without units it is at most what was detached of a parameter at rest.
         if not units or not self._is_computing((*args, *kwargs.values())):
             if next(absent_in(read), None) is not None:
                 _warn(function)
             return operation()
         try:
-            self._before(None, tuple(units))
+            self._before(None, tuple(units), own)
             return operation()
         finally:
             self._after(None)
-
-    def _own(self, arguments: Sequence[Any]) -> Iterator[int]:
-        for parameter in absent_in(arguments):
-            if id(parameter) in self._slots:
-                yield self._slots[id(parameter)][0]
 
     def _is_computing(self, arguments: Sequence[Any]) -> bool:
         """Inside a call of the model, or a backward; else a loss is, where the graph goes through another argument."""

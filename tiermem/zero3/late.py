@@ -5,7 +5,9 @@ Owns the errors. Does not know updates, nor when they begin. Guarantees that eac
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
+
+from torch import nn
 
 from tiermem.errors import TiermemError
 from tiermem.zero3.layout import Slot
@@ -23,12 +25,19 @@ def late_gradient(parameter: int, slots: Mapping[int, tuple[int, Slot]]) -> Tier
     )
 
 
-def late_read(unit: int, slots: Mapping[int, tuple[int, Slot]]) -> TiermemError:
-    """The error of what reads a unit in backward without a graph that has told of it."""
-    name = next(slot.names[0] for number, slot in slots.values() if number == unit)
-    return TiermemError(
-        f"the unit of {name} is read in backward after its update has begun, and would give values of the next step: "
-        "update='backward' updates what has all its gradients and what no graph has saved, and does not see what a "
-        "hook, a `ctx` (other than by save_for_backward) or a checkpointed function that detaches parameters will "
-        f"read. {_INSTEAD}"
-    )
+def refuse_late_read(
+    read: Iterable[nn.Parameter], updated: Container[int], slots: Mapping[int, tuple[int, Slot]]
+) -> None:
+    """Raise TiermemError if one of `read` is `updated`, by its global number: one that is frozen beside it may be read.
+
+    It is read in backward, by what no graph has told of. `slots`: as of the gatherer.
+    """
+    for parameter in read:
+        found = slots.get(id(parameter))
+        if found is not None and found[1].parameter in updated:
+            raise TiermemError(
+                f"{found[1].names[0]} is read in backward after its update has begun, and would give the values of the "
+                "next step: update='backward' updates a unit that has all its gradients and that no graph has saved, "
+                "and does not see what a hook, a `ctx` (other than by save_for_backward) or a checkpointed function "
+                f"that detaches parameters will read. {_INSTEAD}"
+            )

@@ -31,7 +31,7 @@ from tiermem.zero3.gather import Gatherer, Presence
 from tiermem.zero3.guards import all_gathered
 from tiermem.zero3.handles import SavedTensorHooks
 from tiermem.zero3.hooks import AfterCall, BeforeCall, LastHook, OutputHook, gradient_hook, may_checkpoint_itself
-from tiermem.zero3.late import late_gradient, late_read
+from tiermem.zero3.late import late_gradient, refuse_late_read
 from tiermem.zero3.lockstep import Lockstep
 from tiermem.zero3.neighbours import Gradients, Listener
 from tiermem.zero3.order import OrderRecorder, Phase
@@ -179,8 +179,8 @@ class GatherScheduler:
                 register = parameters[member.number].register_post_accumulate_grad_hook
                 self._hooks.append(register(hook))  # type: ignore[no-untyped-call]
 
-    def _before_call(self, module: nn.Module | None, units: tuple[int, ...]) -> None:
-        """A module, or an operation that reads what belongs to others (None), is about to run."""
+    def _before_call(self, module: nn.Module | None, units: tuple[int, ...], read: Iterable[nn.Parameter] = ()) -> None:
+        """A module, or an operation (None) that reads these of others, is about to run."""
         self.stack.home.check()
         if is_transformed():
             raise TiermemError(
@@ -203,7 +203,8 @@ class GatherScheduler:
             call.units.append(unit)
             # Of micro-batches that go through together checkpoints compute again what nobody reads then.
             if backward and self._touched.get(unit) and self.lockstep is None:
-                raise late_read(unit, self._gatherer.slots)
+                parameters = module.parameters() if module is not None else read
+                refuse_late_read(parameters, self.gradients.numbers(unit), self._gatherer.slots)
         if torch.is_grad_enabled():
             call.pushed = self.saved.enter(beside_others=module is None)
 
