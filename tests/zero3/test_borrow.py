@@ -290,15 +290,15 @@ def test_writing_a_result_into_what_is_not_there_is_an_error(tmp_path: Path) -> 
 
 
 class WritingLate(Borrower):
-    """Writes into a part of a parameter that it borrows, but not in its first calls."""
+    """Writes into a part of a parameter that it borrows, but not in its first calls, `after` of them."""
 
-    def __init__(self, write: Callable[[torch.Tensor], object]) -> None:
+    def __init__(self, write: Callable[[torch.Tensor], object], after: int) -> None:
         super().__init__("direct")
-        self.write, self.calls = write, 0
+        self.write, self.after, self.calls = write, after, 0
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        if self.calls > 2:
+        if self.calls > self.after:
             with torch.no_grad():
                 self.write(self.layers[1].inner.weight)
         return super().forward(tokens)
@@ -310,22 +310,30 @@ def written_and_kept(weight: torch.Tensor) -> None:
     row.add_(weight[1])  # the unit is gathered again while it lingers
 
 
+def written_before_a_first_look(weight: torch.Tensor) -> None:
+    with torch.enable_grad():
+        row = weight.detach()[0]
+    row.mul_(2)
+    weight[1].sum()  # gathered without gradients for the first time, after it was written
+
+
 @pytest.mark.parametrize(
-    "write",
+    ("write", "after"),
     [
-        lambda weight: weight[0].mul_(0.9),
-        lambda weight: weight.detach().mul_(0.9),
-        lambda weight: weight.view(-1)[3:5].zero_(),
-        written_and_kept,
+        (lambda weight: weight[0].mul_(0.9), 2),
+        (lambda weight: weight.detach().mul_(0.9), 2),
+        (lambda weight: weight.view(-1)[3:5].zero_(), 2),
+        (written_and_kept, 2),
+        (written_before_a_first_look, 0),
     ],
 )
 def test_writing_into_a_part_of_what_is_borrowed_is_an_error_in_every_step(
-    write: Callable[[torch.Tensor], object], tmp_path: Path
+    write: Callable[[torch.Tensor], object], after: int, tmp_path: Path
 ) -> None:
     """The operation that is gathered for gives a view; the write comes behind it. It was lost in silence, or not."""
 
     def make() -> nn.Module:
-        return WritingLate(write)
+        return WritingLate(write, after)
 
     with pytest.raises(tiermem.TiermemError, match=r"layers\.1\.inner\.weight was written in place while it was gath"):
         offloaded(make, script, tmp_path, update="auto", budget="generous")

@@ -198,8 +198,6 @@ class Gatherer:
                 self.absence.end(parameter)
                 parameter.data = slot_of(views, slot)
             views.clear()
-        if not state.writable:
-            self._looks.begin(unit, base)
         state.presence = Presence.GATHERED
         self._lingering.discard(unit)
         state.changing = False
@@ -291,6 +289,8 @@ class Gatherer:
         state.held, state.base, state.writable = held, base, writable
         state.viewers, state.counted = held.viewers, False
         state.versions = versions(state.parameters)  # giving them other memory does not count
+        if not writable:
+            self._looks.begin(state.layout.unit, base)  # not of a frame that lingers: it may have been written since
         self.frames[base.untyped_storage().data_ptr()] = state.layout.unit
         return base
 
