@@ -1041,6 +1041,18 @@ def test_what_is_kept_in_a_list_or_a_dict_and_is_a_view_of_a_parameter(tmp_path,
     offload(model, tmp_path).close()
 
 
+class Wordless:
+    def __repr__(self):
+        raise RuntimeError("it takes seconds to write this out")
+
+
+def test_what_is_kept_beside_tensors_is_not_written_out(tmp_path):
+    """A vocabulary, or what is known of each module by the module: their words are for errors alone."""
+    model = nn.Linear(8, 8)
+    model.known = {Wordless(): 7, "others": [Wordless(), {Wordless(): "seven"}]}
+    offload(model, tmp_path).close()
+
+
 @pytest.mark.parametrize("computed", [nn.utils.spectral_norm, nn.utils.weight_norm])
 def test_an_lstm_has_what_is_computed_of_a_parameter_in_a_list(tmp_path, computed):
     with warnings.catch_warnings(action="ignore", category=FutureWarning):

@@ -198,7 +198,8 @@ def _kept_in(place: str, value: Any, deeper: int = 3) -> Iterator[tuple[str, tor
         yield place, value
     elif deeper and isinstance(value, (list, tuple, dict)):
         for key, each in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _kept_in(f"{place}[{key!r}]", each, deeper - 1)
+            if isinstance(each, (torch.Tensor, list, tuple, dict)):  # of a vocabulary no word is to be written out
+                yield from _kept_in(f"{place}[{key!r}]", each, deeper - 1)
 
 
 def _lies(tensor: torch.Tensor) -> bool:
