@@ -338,11 +338,13 @@ def test_a_second_step_that_long_is_what_steps_are_now():
 
 
 def test_where_no_step_ever_ends_the_record_does(monkeypatch):
-    """Features of a frozen model, outside of `torch.no_grad`."""
+    """Features of a frozen model, outside of `torch.no_grad`, or a part of it within."""
     monkeypatch.setattr("tiermem.zero3.order._MOST", 100)
-    order = OrderRecorder()
-    for _ in range(200):
-        order.access(0, FORWARD)
-    assert order.position == 100
-    assert order.finish() is None
-    assert order.expected is None
+    for within in ((), (1,)):
+        order = OrderRecorder()
+        for _ in range(200):
+            evaluate(order, *within)
+            order.access(0, FORWARD)
+        assert order.position == 100
+        assert order.finish() is None
+        assert order.expected is None

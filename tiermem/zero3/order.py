@@ -173,7 +173,7 @@ class OrderRecorder:
         if used:
             self._stretches.add(used)
         expected = before is not None and self._on_course and before.gradless.get(place) == used
-        if used and (before is None or used in before.stretches):
+        if used and place < _longest(before) and (before is None or used in before.stretches):
             self._belonging[place] = used
         else:
             del self._accesses[place:]
