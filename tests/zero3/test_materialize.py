@@ -195,10 +195,13 @@ def test_meta_buffer_of_any_kind_that_nobody_wrote_is_named(form):
     [
         (lambda module: module.shown.zero_(), [False, False]),
         (lambda module: module.shown.data.copy_(torch.tensor([True, False])), [True, False]),
+        (lambda module: module.shown.data.zero_(), [False, False]),
+        (lambda module: module.shown.numpy().fill(False), [False, False]),
         (lambda module: setattr(module, "shown", torch.zeros(2, dtype=torch.bool)), [False, False]),
     ],
 )
 def test_meta_mask_that_is_written_is_taken_as_it_is(write, values):
+    """However that is done: what `data.zero_()` leaves was taken for what nobody has written."""
     with torch.device("meta"):
         model = nn.Sequential(Shown(lambda: torch.ones(2, dtype=torch.bool), write))
     Sharded(model)

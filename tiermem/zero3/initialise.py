@@ -28,6 +28,7 @@ from tiermem.zero3.units import Place
 Init = Callable[[nn.Module], object]
 
 _ADVICE = "build the model under tiermem.deferred_init(), where buffers stay real, or give it values before offload"
+_NEITHER = 2  # in a byte that is to be False or True: torch writes 0 and 1 only
 _PART_NUMEL = 1 << 18  # elements that are looked at at a time
 
 
@@ -163,7 +164,10 @@ def _untie(module: nn.Module, attribute: str) -> Callable[[], None]:
 
 
 def mark(values: torch.Tensor) -> torch.Tensor:
-    """Fill `values` with what `is_marked` finds again: NaN, or the smallest integer. Returns it."""
+    """Fill `values` with what `is_marked` finds again: NaN, the smallest integer, no bool. Returns it."""
+    if values.dtype == torch.bool:
+        values.view(torch.uint8).fill_(_NEITHER)
+        return values
     return values.fill_(marker_value(values.dtype))
 
 
@@ -171,14 +175,16 @@ def is_marked(values: torch.Tensor) -> bool:
     """Whether any element still is what `mark` wrote; never where `_has_mark` is not."""
     if values.dtype.is_floating_point or values.dtype.is_complex:
         return any(bool(torch.isnan(part).any()) for part in _parts(values))
+    if values.dtype == torch.bool:
+        return any(bool((part == _NEITHER).any()) for part in _parts(values.view(torch.uint8)))
     least = torch.iinfo(values.dtype).min if values.dtype.is_signed else None
     return least is not None and any(bool((part == least).any()) for part in _parts(values))
 
 
 def _has_mark(values: torch.Tensor) -> bool:
-    """Whether a value is odd enough to be a mark: none is of bool and unsigned integers, and sparse ones have none."""
+    """Whether a value is odd enough to be a mark: none is of unsigned integers, and sparse ones have none."""
     dtype = values.dtype
-    return values.layout is torch.strided and (dtype.is_floating_point or dtype.is_complex or dtype.is_signed)
+    return values.layout is torch.strided and (dtype.is_floating_point or dtype.is_signed or dtype == torch.bool)
 
 
 def _parts(values: torch.Tensor) -> Sequence[torch.Tensor]:
