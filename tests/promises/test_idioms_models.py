@@ -607,6 +607,40 @@ def test_hooks_after_accumulation_see_the_gradient_only_if_they_were_there_first
     assert seen == [True, False]
 
 
+def without_a_word(parameter):
+    parameter.grad.mul_(3)
+
+
+class HookedFromTheStart(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.weight.register_hook(lambda gradient: gradient * 2)
+        self.taken_off = self.weight.register_hook(lambda gradient: gradient * 7)
+        self.bias.register_post_accumulate_grad_hook(without_a_word)
+        made = nn.Parameter(torch.ones(4))
+        made.register_hook(lambda gradient: gradient * 5)
+        self.made = made
+
+    def forward(self, x):
+        return super().forward(x) + self.made
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if "made" in self._parameters:
+            nn.init.ones_(self.made)
+
+
+@pytest.mark.parametrize("build", [tiermem.deferred_init, lambda: torch.device("meta")])
+def test_hooks_that_a_model_got_before_it_had_memory_see_its_gradients(build, tmp_path):
+    with build():
+        model = HookedFromTheStart()
+    with offload(model, tmp_path) as runtime:
+        model.taken_off.remove()
+        model(torch.ones(3, 4)).sum().backward()
+        for parameter, gradient in ((model.weight, 6), (model.bias, 9), (model.made, 15)):
+            assert (runtime.gradient(parameter) == gradient).all()
+
+
 # Function transforms.
 
 

@@ -145,9 +145,16 @@ def has_hooks(parameter: torch.Tensor) -> bool:
 
 
 def successor(parameter: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
-    """A parameter of the same class with other values, on whatever device, and all that was hung on the one before."""
+    """A parameter of the same class with other values, on whatever device, and all that was hung on the one before.
+
+    Also the hooks on its gradient, which torch keeps with the values: the same dicts, so that who put one there can
+    take it off.
+    """
     new: nn.Parameter = torch.Tensor._make_subclass(type(parameter), values, parameter.requires_grad)  # noqa: SLF001
     new.__dict__.update(parameter.__dict__)
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if (there := getattr(parameter, hooks)) is not None:
+            setattr(new, hooks, there)
     return new
 
 
