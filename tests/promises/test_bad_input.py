@@ -987,6 +987,45 @@ def test_parameters_that_share_a_part_of_their_memory_are_refused(dtype, tmp_pat
         offload(model, tmp_path)
 
 
+class Tied(nn.Module):
+    """Two layers of which one has the other's weight, or a part of it, by its memory alone."""
+
+    def __init__(self, tie) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+        tie(self.one, self.two)
+
+
+def tied_transposed(one, two):
+    two.weight.data = one.weight.data.t()
+
+
+def tied_frozen(one, two):
+    two.weight = nn.Parameter(one.weight.data, requires_grad=False)
+    one.requires_grad_(False)
+
+
+def tied_in_part(one, two):
+    two.weight = nn.Parameter(one.weight[:4])
+
+
+def tied_by_an_attribute(one, two):
+    two.rows = one.weight[2:]
+
+
+@pytest.mark.parametrize("build", [tiermem.deferred_init, lambda: torch.device("meta")])
+@pytest.mark.parametrize("tie", [tied_transposed, tied_frozen, tied_in_part, tied_by_an_attribute])
+def test_what_shares_memory_in_a_model_that_has_none_yet_is_refused(tie, build, tmp_path):
+    """Each got values of its own, and was trained by itself."""
+    with build():
+        model = Tied(tie)
+    message = (
+        r"one\.weight and two\.weight are two parameters in one memory|two\.rows is a view of parameter one\.weight"
+    )
+    with pytest.raises(tiermem.ConfigError, match=message):
+        offload(model, tmp_path)
+
+
 def test_columns_of_one_matrix_share_nothing(tmp_path):
     whole = torch.randn(8, 20)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))

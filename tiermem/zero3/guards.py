@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from tiermem.errors import ConfigError, TiermemError
 from tiermem.zero3.gather import Gatherer, Presence
 from tiermem.zero3.hooks import BoundHook
+from tiermem.zero3.made import memory_of
 from tiermem.zero3.placeholder import is_placeholder
 from tiermem.zero3.units import ModelUnits
 
@@ -125,25 +126,34 @@ def _refuse_scripted(model: nn.Module) -> None:
 
 
 def _refuse_overlaps(model: nn.Module) -> None:
-    """Refuse two parameters of which one has memory of the other, unless both are frozen, and views of trained ones."""
+    """Refuse two parameters of which one has memory of the other, unless both are frozen, and views of trained ones.
+
+    Without memory frozen ones, too: each would get values of its own.
+    """
     reaching: list[_Span] = []  # what begins before the next one, and ends after its beginning
-    for span in sorted(_spans(model), key=lambda found: found.begin):
-        reaching = [other for other in reaching if other.end > span.begin]
+    for span in sorted(_spans(model), key=lambda found: (found.bare, found.begin)):
+        reaching = [other for other in reaching if other.bare == span.bare and other.end > span.begin]
         for other in reaching:
-            if (span.trained or other.trained) and span.shares(other):
+            if (span.changes or other.changes) and span.shares(other):
                 raise ConfigError(_why_refused(other, span))
         reaching.append(span)
 
 
 class _Span:
-    """The bytes that a tensor covers, as numpy is told of them."""
+    """The bytes that a tensor covers, as numpy is told of them; on the meta device, those of a storage that has none.
+
+    `bare`: which storage that is, else 0. `changes`: whether it is a parameter that will not keep its values of now.
+    """
 
     def __init__(self, kind: str, name: str, tensor: torch.Tensor) -> None:
         self.kind, self.name = kind, name
-        self.trained = kind == "parameter" and tensor.requires_grad
+        self.bare = memory_of(tensor) if tensor.is_meta else 0
+        self.changes = kind == "parameter" and bool(tensor.requires_grad or self.bare)
         steps = [stride * tensor.element_size() for stride in tensor.stride()]
         span = sum((size - 1) * step for size, step in zip(tensor.shape, steps, strict=True)) + tensor.element_size()
-        self.begin, self.end = tensor.data_ptr(), tensor.data_ptr() + span
+        # numpy takes an address of 0 for none.
+        self.begin = 1 + tensor.storage_offset() * tensor.element_size() if self.bare else tensor.data_ptr()
+        self.end = self.begin + span
         self.__array_interface__ = {  # numpy knows no bfloat16, but elements of any size
             "data": (self.begin, True),
             "shape": tuple(tensor.shape),
@@ -203,9 +213,11 @@ def _kept_in(place: str, value: Any, deeper: int = 3) -> Iterator[tuple[str, tor
 
 
 def _lies(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has memory, and not that of a placeholder, as a closed runtime leaves them behind."""
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta or tensor.numel() == 0:
+    """Whether a tensor has a place, and not that of a placeholder, as a closed runtime leaves them behind."""
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.numel() == 0:
         return False
+    if tensor.is_meta:
+        return True
     return not bool(tensor != tensor) if tensor.dim() == 0 else not is_placeholder(tensor)
 
 
