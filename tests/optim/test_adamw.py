@@ -26,7 +26,7 @@ from tiermem.optim.service import Moments, UpdateService
 from tiermem.optim.speculation import Speculation
 from tiermem.optim.tiles import Segment, UnitState
 from tiermem.optim.updater import Updater
-from tiermem.pager.page import Kind, PageKey
+from tiermem.pager.page import Intent, Kind, PageKey
 from tiermem.registry import Registry, registry
 from tiermem.stats import Counters
 
@@ -380,6 +380,22 @@ def test_steps_in_which_units_are_used_before_the_step_are_learned_from_one_by_o
             ours.step()
         seen.append(harness.service._schedule.acts_as)
     assert seen == [*["backward"] * 10, *["forward"] * 7]
+
+
+@pytest.mark.parametrize("harness", [("step",), ("forward",), ("backward",)], indirect=True)
+def test_what_has_not_begun_before_the_step_is_queued_in_forward_order(harness: Harness) -> None:
+    """And only "step" waits for it."""
+    ours = AdamW(harness.faces, lr=0.01)
+    waits = harness.service._schedule.waits
+    harness.backward(0, complete=False)
+    if not waits:
+        harness.pager.gate.clear()
+    ours.step()
+    assert harness.updater.statistics().queued == (0 if waits else 3)
+    harness.pager.gate.set()
+    harness.service.wait_updates()
+    updated = [key.unit for key, intent in harness.pager.log if key.kind is Kind.PARAM and intent is Intent.WRITE]
+    assert updated == [0, 1, 2]
 
 
 @pytest.mark.parametrize("harness", [("backward",)], indirect=True)

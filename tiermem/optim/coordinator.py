@@ -30,7 +30,7 @@ from tiermem.optim.updates import SegmentUpdate, Settings, UnitUpdate
 
 
 class UpdateCoordinator:
-    """The `UpdateService` of a runtime. `units` come in forward order."""
+    """What an `UpdateService` and the gather scheduler ask of the update. `units` come in forward order."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class UpdateCoordinator:
         *,
         patient: Container[int] = (),
     ) -> None:
-        """`patient`: units that have nothing to gain from an update that may have to be undone, see `start_early`."""
+        """`patient`: units that have nothing to gain from an update that may have to be undone, see `_start_early`."""
         self._units = {state.unit: state for state in units}
         self._queue = queue
         self._gradients = gradients
@@ -58,7 +58,7 @@ class UpdateCoordinator:
         self._calling: MutableSet[SettingsSource] = weakref.WeakSet()
         self.late = LateNorms(gradients, lambda unit: [p for p in gradients.present(unit) if p in self._source_of])
 
-    # What an optimizer asks (UpdateService).
+    # What an optimizer asks.
 
     def attach_optimizer(self, source: SettingsSource, parameters: Sequence[int]) -> Mapping[int, int]:
         """Make `source` the optimizer of `parameters`; the latest one to ask for a parameter has it.
@@ -117,7 +117,10 @@ class UpdateCoordinator:
             return StepResult(norm, skipped=not spent, partial=spent, outdated=outdated)
         ready = set(self._present(source))
         units = [unit for unit in self._units if not ready.isdisjoint(self._gradients.present(unit))]
-        self._schedule.step(units, _StarterFor(self, source))
+        for unit in units:
+            self._start_unit(unit, source)
+        if self._schedule.waits:
+            self.wait_updates()
         return StepResult(norm, skipped=False, outdated=outdated)
 
     def _settle(self, source: SettingsSource, unscale: float) -> tuple[torch.Tensor | None, bool]:
@@ -209,10 +212,10 @@ class UpdateCoordinator:
 
         Returns whether an update has begun.
         """
-        return unit in self._units and self._schedule.gradients_complete(unit, _StarterFor(self, None))
+        return unit in self._units and self._schedule.gradients_complete(unit, self._start_early)
 
     def may_start_early(self, unit: int) -> bool:
-        """Whether `start_early` could, for all that one rank knows for itself: its room on disk, and its settings.
+        """Whether `_start_early` could, for all that one rank knows for itself: its room on disk, and its settings.
 
         The rest of its reasons, norms and what was taken back, are those of all ranks.
         """
@@ -237,7 +240,7 @@ class UpdateCoordinator:
 
     # Inside.
 
-    def start_unit(self, unit: int, source: SettingsSource) -> None:
+    def _start_unit(self, unit: int, source: SettingsSource) -> None:
         """Queue the update of what has a gradient in a unit and belongs to `source`."""
         present = self._gradients.present(unit)
         mine = [p for p in present if self._source_of.get(p) is source]
@@ -252,7 +255,7 @@ class UpdateCoordinator:
             forget_scales = partial(self._scales.forget, parameters)
             self._speculation.claims.make(Claim(source, settings, update, on_claimed=forget_scales))
 
-    def start_early(self, unit: int) -> bool:
+    def _start_early(self, unit: int) -> bool:
         """Queue the update of what has a gradient in a unit, before it is known whether the step clips or is skipped.
 
         Returns False, and changes nothing, where that cannot be: a gradient is not finite, or a device has yet to say
@@ -309,25 +312,6 @@ class UpdateCoordinator:
         """Those present and those that an early update has borrowed or used up, in the optimizer's order."""
         found = {*self._present(source), *self._speculation.settings(source), *self._speculation.spent}
         return [p for p in self.parameters_of(source) if p in found]
-
-
-class _StarterFor:
-    """The schedule's view of the coordinator during one call; `source`: the optimizer that steps."""
-
-    def __init__(self, coordinator: UpdateCoordinator, source: SettingsSource | None) -> None:
-        self._coordinator = coordinator
-        self._source = source
-
-    def start(self, unit: int) -> None:
-        if self._source is None:
-            raise TiermemError(f"unit {unit} cannot be updated for good before a step; this is a bug in tiermem")
-        self._coordinator.start_unit(unit, self._source)
-
-    def start_early(self, unit: int) -> bool:
-        return self._coordinator.start_early(unit)
-
-    def wait_all(self) -> None:
-        self._coordinator.wait_updates()
 
 
 def _update(state: UnitState, settings: Mapping[int, Settings], *, scale: float, last: bool) -> UnitUpdate:

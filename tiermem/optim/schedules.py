@@ -1,38 +1,25 @@
 """When units are updated.
 
 Owns the schedules of the update, "step", "forward", "backward" and "auto", as strategy objects. Does not know
-gradients, pages or optimizers: a schedule is told what happened and answers by starting units. Guarantees that each
-unit is started once per step, in forward order where the schedule has the choice, so that all schedules give the same
-bits.
+gradients, pages or optimizers: a schedule is told what happened, and says what begins before the step and whether the
+step waits. Guarantees that what an update is does not depend on it, so that all schedules give the same bits.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import ClassVar, Protocol
+from collections.abc import Callable
+from typing import ClassVar
 
 from tiermem.errors import ConfigError
 from tiermem.optim.choice import Choice
 
 
-class Starter(Protocol):
-    """What a schedule acts on: gathers the update of a unit from its optimizers and queues it."""
-
-    def start(self, unit: int) -> None:
-        """Queue the update of a unit with the settings as they are now."""
-
-    def start_early(self, unit: int) -> bool:
-        """Queue the update of a unit though the step may yet be clipped or skipped; whether that was possible."""
-
-    def wait_all(self) -> None:
-        """Wait for everything queued. Raises the error of an update that failed."""
-
-
-class UpdateSchedule(ABC):
-    """Decides when the units of a step are updated."""
+class UpdateSchedule:
+    """Decides when the units of a step are updated: what has not begun before is queued by the step."""
 
     name: ClassVar[str]
+    waits: ClassVar[bool] = False
+    """Whether the step waits for all updates; else they run in the shadow of the next forward."""
     early: ClassVar[bool] = False
     """Whether it wants to know, during backward, which units have all their gradients."""
     keeps_gradients: ClassVar[bool] = False
@@ -43,18 +30,17 @@ class UpdateSchedule(ABC):
         """The name of the schedule by which the next step will go."""
         return self.name
 
-    def gradients_complete(self, unit: int, starter: Starter) -> bool:  # noqa: ARG002 - for most it is too early
-        """All gradients of a unit have arrived, in backward. Returns whether its update was started."""
+    def gradients_complete(self, unit: int, start_early: Callable[[int], bool]) -> bool:  # noqa: ARG002 - most wait
+        """All gradients of a unit have arrived, in backward. Returns whether its update was started.
+
+        `start_early(unit)` queues it though the step may yet be clipped or skipped; whether that was possible.
+        """
         return False
 
-    @abstractmethod
-    def step(self, units: Sequence[int], starter: Starter) -> None:
-        """`optimizer.step()` was called; `units` still have gradients, in forward order."""
-
-    def refused(self) -> None:  # noqa: B027 - as below
+    def refused(self) -> None:
         """A unit with all its gradients could not be updated early here, before anybody was asked to start it."""
 
-    def stepped(self, *, kept: bool) -> None:  # noqa: B027 - most have nothing to learn
+    def stepped(self, *, kept: bool) -> None:
         """A step has ended; `kept`: nothing that was updated early had, or would have had, to be taken back."""
 
 
@@ -62,26 +48,16 @@ class StepSchedule(UpdateSchedule):
     """Everything runs, and is waited for, inside `step()`."""
 
     name = "step"
-
-    def step(self, units: Sequence[int], starter: Starter) -> None:
-        """Start all and wait."""
-        for unit in units:
-            starter.start(unit)
-        starter.wait_all()
+    waits = True
 
 
 class ForwardSchedule(UpdateSchedule):
-    """`step()` queues in forward order and returns; the updates run in the shadow of the next forward."""
+    """`step()` queues and returns; the updates run in the shadow of the next forward."""
 
     name = "forward"
 
-    def step(self, units: Sequence[int], starter: Starter) -> None:
-        """Start all and return."""
-        for unit in units:
-            starter.start(unit)
 
-
-class BackwardSchedule(ForwardSchedule):
+class BackwardSchedule(UpdateSchedule):
     """A unit is updated as soon as its gradients are complete; `step()` queues what is left, or what was taken back."""
 
     name = "backward"
@@ -95,9 +71,9 @@ class BackwardSchedule(ForwardSchedule):
         """ "forward" after a step in which nothing could be started early: the next one is likely to be the same."""
         return "forward" if self._refused else "backward"
 
-    def gradients_complete(self, unit: int, starter: Starter) -> bool:
+    def gradients_complete(self, unit: int, start_early: Callable[[int], bool]) -> bool:
         """Start the unit if that can be done."""
-        began = starter.start_early(unit)
+        began = start_early(unit)
         self._asked, self._began = True, self._began or began
         return began
 
@@ -126,9 +102,9 @@ class AutoSchedule(BackwardSchedule):
         """ "backward" or "forward"."""
         return super().acts_as if self._choice.early else "forward"
 
-    def gradients_complete(self, unit: int, starter: Starter) -> bool:
+    def gradients_complete(self, unit: int, start_early: Callable[[int], bool]) -> bool:
         """Start the unit if it is worth it and can be done."""
-        return self._choice.early and super().gradients_complete(unit, starter)
+        return self._choice.early and super().gradients_complete(unit, start_early)
 
     def stepped(self, *, kept: bool) -> None:
         """Learn from the step whether "backward" is worth it."""
