@@ -20,7 +20,6 @@ from tiermem.optim.blocks import HOST, BlockScratch
 from tiermem.optim.planes import BlockPlanes, StatePlanes, tile_planes
 from tiermem.optim.split import complete, split
 from tiermem.optim.tiles import Segment, UnitState
-from tiermem.optim.window import HeldPages
 from tiermem.pager.page import Intent, Kind, Lane, PageKey
 from tiermem.pager.tiling import TileRange
 
@@ -34,8 +33,21 @@ MomentsOf = Callable[[TileRange], Pair | None]
 """Both moments of a part of a parameter, float32 and 1-D; None: zeros."""
 
 
+class HeldPages(Protocol):
+    """A lease, as far as it is needed here."""
+
+    def tensor(self, key: PageKey) -> torch.Tensor:
+        """The bytes of a page."""
+
+    def release(self) -> None:
+        """Give the hold back."""
+
+    def fail(self, error: BaseException) -> None:
+        """Give the hold back and declare the contents garbage."""
+
+
 class StatePager(Protocol):
-    """The part of the pager that reads and writes state from a thread."""
+    """The part of the pager that reads and writes state from a thread; who reads what a mark protects has it, too."""
 
     def lease(self, keys: Sequence[PageKey], intent: Intent, *, lane: Lane = Lane.COMPUTE) -> HeldPages:
         """Wait for a lease."""

@@ -14,7 +14,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from tiermem.future import Future
-from tiermem.optim.updates import Protector, Settings, UnitUpdate
+from tiermem.optim.updates import Settings, UnitUpdate
+from tiermem.pager.protection import Protection
 
 Moments = tuple[torch.Tensor, torch.Tensor]
 """First and second moment of a parameter, each of its shape, whole whatever the rank."""
@@ -145,7 +146,7 @@ class UpdateQueue(Protocol):
     def wait_all(self) -> None:
         """Wait for all queued updates. Raises the error of one that failed."""
 
-    def withdraw(self, protection: Protector) -> list[Future[None]]:
+    def withdraw(self, protection: Protection) -> list[Future[None]]:
         """Give up the updates under this protection that have not begun; futures without errors of those that have."""
 
     def pending(self, unit: int) -> bool:
@@ -161,8 +162,8 @@ class Undo(Protocol):
     def has_room(self) -> bool:
         """Whether the disk has room for one more copy of everything that is updated. May wait for a commit."""
 
-    def protection(self) -> Protector:
+    def protection(self) -> Protection:
         """A new protection."""
 
-    def revert(self, protection: Protector, running: Sequence[Future[None]]) -> None:
+    def revert(self, protection: Protection, running: Sequence[Future[None]]) -> None:
         """Wait for the updates that are running, then until everything protected is as it was before."""

@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 
 from tiermem.optim.claims import Claim, Claims
 from tiermem.optim.service import GradientBook, SettingsSource, Undo, UpdateQueue
-from tiermem.optim.updates import Protector, Settings, UnitUpdate
+from tiermem.optim.updates import Settings, UnitUpdate
+from tiermem.pager.protection import Protection
 from tiermem.stats import Counters
 
 
@@ -44,7 +45,7 @@ class Speculation:
         self._counters = counters
         self.claims = Claims(queue, gradients)
         """The way to the queue for what is for good, and what an interrupt has left on it."""
-        self._protection: Protector | None = None
+        self._protection: Protection | None = None
         self._shares: list[_Share] = []
         self._units: set[int] = set()  # of the shares
         self._kept: set[SettingsSource] = set()

@@ -14,24 +14,21 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 
 from tiermem.errors import ConfigError, InvariantError
-from tiermem.future import Future
 from tiermem.optim.kernels import Run, Workspace, adamw_tile
 from tiermem.optim.planes import tile_planes
 from tiermem.optim.shares import Shares, update_threads
 from tiermem.optim.tiles import UnitState, aligned
 from tiermem.optim.updates import UnitUpdate
-from tiermem.optim.window import Loaded, UpdatedPages, Window, Work
+from tiermem.optim.window import Loaded, Window, Work
+from tiermem.pager.lease import Lease
 from tiermem.pager.page import Intent, Kind, PageKey
-
-P = ParamSpec("P")
-T = TypeVar("T")
+from tiermem.pager.pager import Pager
 
 
 @functools.lru_cache(maxsize=1 << 12)
@@ -42,34 +39,6 @@ def _keys(unit: int, tiles: tuple[int, ...]) -> tuple[PageKey, ...]:
 
 def begin_thread() -> None:
     """Do nothing: the first kernel, with which the worker's thread begins."""
-
-
-class UpdatePager(Protocol):
-    """The part of the pager that the update uses."""
-
-    async def acquire(self, keys: Sequence[PageKey], intent: Intent) -> UpdatedPages:
-        """A lease, awaited on the loop; on whatever tier the unit is updated."""
-
-    def set_agenda(self, groups: Sequence[Sequence[PageKey]]) -> None:
-        """Say what the update does next, unit by unit. On the loop only."""
-
-    def extend_agenda(self, group: Sequence[PageKey]) -> None:
-        """Say that the update will do one more unit. Any thread."""
-
-    async def run_worker(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a kernel on the update worker."""
-
-    def start_task(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine on the loop."""
-
-    def wait_for(self, future: Future[T]) -> T:
-        """Wait for a future on behalf of the computation."""
-
-    def start_discard(self, keys: Sequence[PageKey]) -> None:
-        """Forget the contents of pages."""
-
-    def is_written(self, key: PageKey) -> bool:
-        """Whether the page has contents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +72,7 @@ class UnitStream:
 
     def __init__(
         self,
-        pager: UpdatePager,
+        pager: Pager,
         units: Mapping[int, UnitState],
         *,
         depth: int = 2,
@@ -180,9 +149,7 @@ class UnitStream:
                 )
         return [Work(tile, tuple(runs[tile])) for tile in sorted(runs)]
 
-    async def _update_tiles(
-        self, state: UnitState, update: UnitUpdate, param: UpdatedPages, work: Sequence[Work]
-    ) -> None:
+    async def _update_tiles(self, state: UnitState, update: UnitUpdate, param: Lease, work: Sequence[Work]) -> None:
         if len(work) == 1 or self._is_on_device(state.unit):
             # On a device a tile in hand is enough: a kernel is asked for and not waited for.
             for item in work:
@@ -239,7 +206,7 @@ class UnitStream:
             self.pager.start_discard(written)
 
     async def _load_all(
-        self, state: UnitState, update: UnitUpdate, param: UpdatedPages, work: Sequence[Work], window: Window
+        self, state: UnitState, update: UnitUpdate, param: Lease, work: Sequence[Work], window: Window
     ) -> None:
         for item in work:
             if not await window.enter():
@@ -250,7 +217,7 @@ class UnitStream:
                 window.put(error)
                 return
 
-    async def _load(self, state: UnitState, update: UnitUpdate, param: UpdatedPages, work: Work) -> Loaded:
+    async def _load(self, state: UnitState, update: UnitUpdate, param: Lease, work: Work) -> Loaded:
         grad = await self.pager.acquire([PageKey(state.unit, Kind.GRAD, work.tile)], Intent.READ)
         try:
             key = PageKey(state.unit, Kind.STATE, work.tile)

@@ -17,10 +17,12 @@ from dataclasses import dataclass
 from tiermem.errors import InvariantError, TiermemError, again
 from tiermem.future import Future
 from tiermem.optim.kernels import Workspace
-from tiermem.optim.stream import DeviceKernels, StreamStatistics, UnitStream, UpdatePager
+from tiermem.optim.stream import DeviceKernels, StreamStatistics, UnitStream
 from tiermem.optim.tiles import UnitState
-from tiermem.optim.updates import Protector, UnitUpdate
+from tiermem.optim.updates import UnitUpdate
 from tiermem.pager.page import PageKey
+from tiermem.pager.pager import Pager
+from tiermem.pager.protection import Protection
 
 # How many queued updates behind the running one the pager is told of, for it to read ahead and to keep what they need.
 ANNOUNCED = 8
@@ -49,7 +51,7 @@ class Updater:
 
     def __init__(
         self,
-        pager: UpdatePager,
+        pager: Pager,
         units: Mapping[int, UnitState],
         *,
         depth: int = 2,
@@ -116,7 +118,7 @@ class Updater:
                 if entry in self._queue:  # else it is running
                     self._queue.move_to_end(entry, last=False)
 
-    def withdraw(self, protection: Protector) -> list[Future[None]]:
+    def withdraw(self, protection: Protection) -> list[Future[None]]:
         """Give up the updates under this protection that have not begun; return a future for each that has.
 
         The futures end without an error in any case, as those of `unfinished`.

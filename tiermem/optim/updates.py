@@ -7,31 +7,11 @@ request is frozen: what the learning rate was when the update was queued is what
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from tiermem.optim.tiles import Segment
-from tiermem.pager.page import PageKey
-
-
-class Protector(Protocol):
-    """Keeps the old bytes of pages for as long as an update may have to be undone; `pager.protection` has it."""
-
-    def prepare(self, keys: Sequence[PageKey]) -> None:
-        """Start what `protect` would wait for. On the loop."""
-
-    async def protect(self, keys: Sequence[PageKey]) -> None:
-        """Until the present bytes of these pages are kept; call it before they are changed. On the loop."""
-
-    def discard(self, keys: Sequence[PageKey]) -> None:
-        """Forget pages once they cannot be needed for a redo. On the loop."""
-
-    def confirm(self) -> None:
-        """The new bytes count. Any thread; does not wait."""
-
-    async def revert(self) -> None:
-        """Until every protected page has its old bytes again."""
+from tiermem.pager.protection import Protection
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,4 +57,4 @@ class UnitUpdate:
     segments: tuple[SegmentUpdate, ...]
     grad_scale: float = 1.0
     discard_gradients: bool = True
-    protection: Protector | None = None
+    protection: Protection | None = None

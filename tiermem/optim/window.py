@@ -9,32 +9,9 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import Protocol
-
-import torch
 
 from tiermem.optim.kernels import Run
-from tiermem.pager.page import PageKey
-
-
-class HeldPages(Protocol):
-    """A lease, as far as the update needs it."""
-
-    def tensor(self, key: PageKey) -> torch.Tensor:
-        """The bytes of a page."""
-
-    def release(self) -> None:
-        """Give the hold back."""
-
-    def fail(self, error: BaseException) -> None:
-        """Give the hold back and declare the contents garbage."""
-
-
-class UpdatedPages(HeldPages, Protocol):
-    """A lease of the update, which may be one of a device's memory."""
-
-    def hand_over(self) -> None:
-        """What the calling thread has asked of a device comes before whatever others do with the pages."""
+from tiermem.pager.lease import Lease
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +30,9 @@ class Loaded:
     """
 
     work: Work
-    param: UpdatedPages
-    state: UpdatedPages
-    grad: UpdatedPages
+    param: Lease
+    state: Lease
+    grad: Lease
     fresh: bool
 
     def release(self) -> None:
@@ -69,7 +46,7 @@ class Loaded:
         self.state.fail(error)
 
     def hand_over(self) -> None:
-        """See `UpdatedPages`, for all of its pages."""
+        """See `Lease`, for all of its pages."""
         for held in (self.param, self.grad, self.state):
             held.hand_over()
 

@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 from tiermem.future import Future
 from tiermem.optim.coordinator import UpdateCoordinator
 from tiermem.optim.service import UpdateQueue
-from tiermem.optim.updates import Protector, UnitUpdate
+from tiermem.optim.updates import UnitUpdate
+from tiermem.pager.protection import Protection
 
 
 class BackwardThrottle:
@@ -112,7 +113,7 @@ class LazyQueue:
     def hurry(self, unit: int) -> None:
         """Nothing to do: whoever waits for a unit carries it out."""
 
-    def withdraw(self, protection: Protector) -> list[Future[None]]:
+    def withdraw(self, protection: Protection) -> list[Future[None]]:
         """Forget the updates under this protection that were kept; futures of those that are under way."""
         for unit, kept in list(self._kept.items()):
             left = [update for update in kept if update.protection is not protection]

@@ -13,9 +13,9 @@ from tiermem.future import Future
 from tiermem.optim.schedules import UpdateSchedule, make_schedule
 from tiermem.optim.service import GradientBook, UpdateQueue
 from tiermem.optim.speculation import Speculation
-from tiermem.optim.updates import Protector
 from tiermem.pager.extents import Extents
 from tiermem.pager.pager import Pager
+from tiermem.pager.protection import Protection
 from tiermem.runtime.blueprint import Blueprint
 from tiermem.runtime.storage import Storage
 
@@ -41,7 +41,7 @@ class Undo:
         self._extents = extents
         self._wait_open = wait_open
         self._copies = copies
-        self._reverting: tuple[Protector, Future[None]] | None = None  # the latest
+        self._reverting: tuple[Protection, Future[None]] | None = None  # the latest
 
     def has_room(self) -> bool:
         """Whether the disk has room for one more copy of everything that is updated. May wait for a commit."""
@@ -50,11 +50,11 @@ class Undo:
         self._wait_open()
         return self._extents.generations.alive() < self._copies
 
-    def protection(self) -> Protector:
+    def protection(self) -> Protection:
         """A new protection."""
         return self._pager.protection(self._extents.keep())
 
-    def revert(self, protection: Protector, running: Sequence[Future[None]]) -> None:
+    def revert(self, protection: Protection, running: Sequence[Future[None]]) -> None:
         """Wait for the updates that are running, then until everything protected is as it was before.
 
         Asked a second time, because an interrupt has ended the first wait, it waits for the same.
