@@ -21,8 +21,6 @@ are their own masters.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -36,41 +34,28 @@ _MAGNITUDE = np.int32(0x7FFFFFFF)
 Indices = npt.NDArray[np.intp]
 
 
-class Marks(Protocol):
-    """Where the marks of a slice are kept. `elements` are few."""
-
-    def of(self, elements: Indices) -> npt.NDArray[np.bool_]:
-        """Which of these elements are marked."""
-
-    def set(self, elements: Indices) -> None:
-        """Mark these elements; none of the slice is marked yet."""
-
-    def clear(self, elements: Indices) -> None:
-        """Take the marks of these elements away, which are all there are."""
-
-
 class SignMarks:
-    """Marks in the sign bits of a second moment: 1-D float32."""
+    """The marks of a slice, of which there are few, in the sign bits of a second moment: 1-D float32."""
 
     def __init__(self, exp_avg_sq: torch.Tensor) -> None:
         self._bits = exp_avg_sq.view(torch.int32).numpy()
 
     def of(self, elements: Indices) -> npt.NDArray[np.bool_]:
-        """Those with a sign."""
+        """Which of these elements are marked: those with a sign."""
         signs: npt.NDArray[np.bool_] = self._bits[elements] < 0
         return signs
 
     def set(self, elements: Indices) -> None:
-        """Give these elements a sign."""
+        """Give these elements a sign; none of the slice has one yet."""
         self._bits[elements] |= _SIGN
 
     def clear(self, elements: Indices) -> None:
-        """Take the signs away."""
+        """Take the signs of these elements away, which are all there are."""
         self._bits[elements] &= _MAGNITUDE
 
 
 class BitMarks:
-    """Marks in a plane of bits: 1-D uint8, element i is bit i % 8 of byte i // 8."""
+    """As `SignMarks`, in a plane of bits: 1-D uint8, element i is bit i % 8 of byte i // 8."""
 
     def __init__(self, bits: torch.Tensor) -> None:
         self._bits = bits.numpy()
@@ -87,6 +72,9 @@ class BitMarks:
     def clear(self, elements: Indices) -> None:
         """Clear the bytes of these elements."""
         self._bits[elements // 8] = 0
+
+
+Marks = SignMarks | BitMarks
 
 
 def join(
@@ -137,40 +125,27 @@ def split(
 # waits, and the bits are the same.
 
 
-class Masks(Protocol):
-    """Where the marks of a slice are kept, told as bool tensors of its length."""
-
-    def read(self) -> torch.Tensor:
-        """Which elements may be marked: those whose remainder is no tie are not, whatever this says."""
-
-    def clear(self, marked: torch.Tensor) -> None:
-        """Take the marks of these elements away, which are all there are."""
-
-    def set(self, marked: torch.Tensor) -> None:
-        """Mark these elements; none of the slice is marked yet."""
-
-
 class SignMasks:
-    """As `SignMarks`."""
+    """As `SignMarks`; which elements are marked is told by bool tensors as long as the slice."""
 
     def __init__(self, exp_avg_sq: torch.Tensor) -> None:
         self._bits = exp_avg_sq.view(torch.int32)
 
     def read(self) -> torch.Tensor:
-        """Those with a sign."""
+        """Which elements have a sign; those of them whose remainder is no tie are not marked."""
         return self._bits < 0
 
     def clear(self, marked: torch.Tensor) -> None:
-        """Take the signs away."""
+        """Take the signs of these elements away, which are all there are."""
         self._bits.add_(marked, alpha=int(_SIGN))  # the highest bit: adding it turns it over, and carries nowhere
 
     def set(self, marked: torch.Tensor) -> None:
-        """Give these elements a sign, where they have none."""
+        """Give these elements a sign; none of the slice has one yet."""
         self._bits.add_(marked, alpha=int(_SIGN))
 
 
 class BitMasks:
-    """As `BitMarks`; `numel` elements."""
+    """As `SignMasks`, in the bits that `BitMarks` has; `numel` elements."""
 
     def __init__(self, bits: torch.Tensor, numel: int) -> None:
         self._bits, self._numel = bits, numel
@@ -189,6 +164,9 @@ class BitMasks:
         whole = torch.zeros(8 * self._bits.numel(), dtype=torch.uint8, device=self._bits.device)
         whole[: self._numel].copy_(marked)
         self._bits.bitwise_or_((whole.view(-1, 8) << self._places).sum(dim=1, dtype=torch.uint8))
+
+
+Masks = SignMasks | BitMasks
 
 
 def join_masked(parameter: torch.Tensor, remainder: torch.Tensor, marks: Masks, master: torch.Tensor) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Mapping
 from dataclasses import replace
-from typing import Protocol
 
 from tiermem.ahead import LookAhead
 from tiermem.config import Config
@@ -28,22 +27,8 @@ from tiermem.zero3.order import StepOrder
 SHARE = 0.02
 
 
-class LookAheadChoice(Protocol):
-    """Who says how far ahead is fetched."""
-
-    @property
-    def look_ahead(self) -> LookAhead:
-        """What is in use from the next step on."""
-
-    def begin_anew(self, order: StepOrder, update: str) -> None:
-        """Steps will be like `order` from now on, updated as `update` says."""
-
-    def step_closed(self, seconds: float) -> None:
-        """A step like that has ended; it took `seconds`."""
-
-
 class FixedLookAhead:
-    """The look-ahead that was given or planned; it stays."""
+    """The look-ahead that was given or planned; it stays, whatever it is told (see `RefinedLookAhead`)."""
 
     def __init__(self, nbytes: int, reason: str) -> None:
         self.look_ahead = LookAhead(nbytes, nbytes, reason)
@@ -74,14 +59,14 @@ class RefinedLookAhead:
         return LookAhead(self._control.in_use, self._control.planned, self._control.reason)
 
     def begin_anew(self, order: StepOrder, update: str) -> None:
-        """Steps will be like `order` from now on: what was found for others does not count."""
+        """Steps will be like `order` from now on, updated as `update` says; what was found for others is void."""
         self._order, self._update, self._course = order, update, None
         self._control.begin_anew()
         if order.touches:
             self._control.settle("planned; not refined where activations are paged, which are not simulated")
 
     def step_closed(self, seconds: float) -> None:
-        """A step like the recorded one has ended."""
+        """A step like the recorded one has ended; it took `seconds`."""
         seconds, self._spent = seconds - self._spent, 0.0
         self._control.measured(seconds)
         if self._control.stage is Stage.FORESEEING:
@@ -126,6 +111,10 @@ class RefinedLookAhead:
         undone = config.update == "auto" and self._update == "backward"
         design = replace(design, undone=undone, resting=blueprint.resting)
         return foreseeing(design, self._control.candidates())
+
+
+LookAheadChoice = FixedLookAhead | RefinedLookAhead
+"""Who says how far ahead is fetched."""
 
 
 def choose_look_ahead(config: Config, blueprint: Blueprint, timeline: Timeline, *, ranks: int) -> LookAheadChoice:

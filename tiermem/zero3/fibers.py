@@ -14,7 +14,7 @@ import contextvars
 import threading
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 from tiermem.errors import InvariantError, TiermemError
 from tiermem.process import begin
@@ -27,27 +27,8 @@ except ImportError:  # an interpreter it was not built for
 PutAside = Callable[[], Callable[[], None]]
 
 
-class Fiber(Protocol):
-    """A computation that can be stopped; `anywhere`: inside a backward, too."""
-
-    anywhere: bool
-
-    def go(self) -> None:
-        """Let it go on until it stops or ends. By the one who made it."""
-
-    def stop(self) -> None:
-        """Give the turn back and wait for the next. By what runs in it."""
-
-    def end(self) -> None:
-        """Let it go on to its end, once it has begun."""
-
-    @property
-    def inside(self) -> bool:
-        """Whether this is called in it."""
-
-
 class OwnThread:
-    """In a thread of its own."""
+    """A computation in a thread of its own; it can be stopped `anywhere`, inside a backward, too."""
 
     anywhere = True
 
@@ -61,11 +42,11 @@ class OwnThread:
 
     @property
     def inside(self) -> bool:
-        """See `Fiber`."""
+        """Whether this is called in it."""
         return self._thread is threading.current_thread()
 
     def go(self) -> None:
-        """See `Fiber`."""
+        """Let it go on until it stops or ends. By the one who made it."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._live, name="tiermem-micro-batch", daemon=True)
             try:
@@ -77,12 +58,15 @@ class OwnThread:
         self._back.get()
 
     def stop(self) -> None:
-        """See `Fiber`."""
+        """Give the turn back and wait for the next. By what runs in it."""
         self._back.put(None)
         self._go.get()
 
     def end(self) -> None:
-        """See `Fiber`. It may be running: what interrupts a caller who waits does not interrupt it."""
+        """Let it go on to its end, once it has begun.
+
+        It may be running: what interrupts a caller who waits does not interrupt it.
+        """
         if self._thread is None or self._begins.acquire(blocking=False):
             return  # where somebody was interrupted as he started it, it may begin yet: and does nothing
         self._go.put(None)
@@ -99,7 +83,7 @@ class OwnThread:
 
 
 class OwnStack:
-    """On a stack of its own in the thread of the caller, if `OwnStack.possible`: greenlet is there.
+    """A computation on a stack of its own in the thread of the caller, if `OwnStack.possible`: greenlet is there.
 
     `aside`: each puts something aside that is kept for each thread, as if the thread was new, and returns what puts it
     back, whatever is there then. That may be called again, where an interrupt has ended it.
@@ -115,23 +99,23 @@ class OwnStack:
 
     @property
     def inside(self) -> bool:
-        """See `Fiber`."""
+        """See `OwnThread`."""
         return greenlet.getcurrent() is self._greenlet
 
     def go(self) -> None:
-        """See `Fiber`."""
+        """See `OwnThread`."""
         self._greenlet.parent = greenlet.getcurrent()
         self._switch(self._greenlet)
 
     def stop(self) -> None:
-        """See `Fiber`."""
+        """See `OwnThread`."""
         caller = self._greenlet.parent
         if caller is None:
             raise InvariantError("a fiber stops that nobody has let go on")
         self._switch(caller)
 
     def end(self) -> None:
-        """See `Fiber`."""
+        """See `OwnThread`."""
         while self._greenlet:  # has begun and not ended
             self.go()
 
@@ -147,6 +131,10 @@ class OwnStack:
             except BaseException:
                 _call_all(back)  # an interrupt: what it has kept from being put back
                 raise
+
+
+Fiber = OwnThread | OwnStack
+"""A computation that can be stopped."""
 
 
 def _call_all(functions: Sequence[Callable[[], None]]) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -24,21 +23,6 @@ from tiermem.zero3.layout import UnitLayout
 from tiermem.zero3.shards import Shard
 
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
-
-
-class HeldUnit(Protocol):
-    """A unit's bytes, held."""
-
-    @property
-    def base(self) -> torch.Tensor:
-        """All bytes of the unit: 1-D uint8, beginning their storage."""
-
-    @property
-    def viewers(self) -> int:
-        """How many hold on to the bytes while nobody but the lease does."""
-
-    def release(self) -> None:
-        """Give them back; what was written is kept if they were taken to be written."""
 
 
 class UnitSource:
@@ -64,7 +48,11 @@ class UnitSource:
 
 
 class Leased:
-    """A unit whose bytes are one page."""
+    """A unit whose bytes are one page.
+
+    `base`: all of them, 1-D uint8, beginning their storage. `viewers`: how many hold on to them while nobody but the
+    lease does.
+    """
 
     __slots__ = ("_lease", "base", "viewers")
 
@@ -103,7 +91,7 @@ class LocalUnits(UnitSource):
 
 
 class _Gathered:
-    """A unit in its transient page."""
+    """A unit in its transient page; `base` and `viewers` as of `Leased`."""
 
     def __init__(self, pager: Pager, shard: Shard, lease: Lease) -> None:
         self.base = lease.tensor(shard.gathered_key)
@@ -136,6 +124,10 @@ class _Gathered:
             self.base = _NOTHING
             self._pager.start_discard([self._shard.gathered_key])
             self._lease.release()
+
+
+HeldUnit = Leased | _Gathered
+"""A unit's bytes, held."""
 
 
 @dataclass(frozen=True, slots=True)
