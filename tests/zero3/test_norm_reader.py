@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
+import pytest
 import torch
 
+from tiermem.zero3 import norm_reader
 from tiermem.zero3.norm_reader import NormReader
 
 
 class Slow:
     """Values that arrive when the test says so."""
 
-    made: list[Slow]
+    made: ClassVar[list[Slow]] = []
 
     def __init__(self, norms: Sequence[torch.Tensor]) -> None:
         self.values = torch.arange(1.0, len(norms) + 1.0) * 10 ** len(self.made)
@@ -23,13 +26,19 @@ class Slow:
         return self.there
 
 
+@pytest.fixture(autouse=True)
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(norm_reader, "_CudaCopy", Slow)
+    yield
+    Slow.made.clear()
+
+
 def on_a_device() -> torch.Tensor:
     return torch.empty((), device="meta")
 
 
 def test_norms_are_sent_once_and_read_when_all_are_there() -> None:
-    Slow.made = []
-    reader, norms = NormReader(Slow), {3: on_a_device(), 5: on_a_device()}
+    reader, norms = NormReader(), {3: on_a_device(), 5: on_a_device()}
     assert not reader.are_known(norms)
     assert not reader.are_known(norms)
     (sent,) = Slow.made
@@ -44,8 +53,7 @@ def test_norms_are_sent_once_and_read_when_all_are_there() -> None:
 
 
 def test_a_norm_that_has_changed_is_another_one() -> None:
-    Slow.made = []
-    reader, norms = NormReader(Slow), {3: on_a_device()}
+    reader, norms = NormReader(), {3: on_a_device()}
     reader.are_known(norms)
     Slow.made[0].there = True
     norms[3] = on_a_device()
@@ -58,8 +66,7 @@ def test_a_norm_that_has_changed_is_another_one() -> None:
 
 
 def test_what_is_in_host_memory_is_known() -> None:
-    Slow.made = []
-    reader, norms = NormReader(Slow), {0: torch.tensor(2.0), 1: torch.tensor(float("inf"))}
+    reader, norms = NormReader(), {0: torch.tensor(2.0), 1: torch.tensor(float("inf"))}
     assert reader.are_known(norms)
     assert reader.read(norms) == list(norms.values())
     assert reader.are_known({})

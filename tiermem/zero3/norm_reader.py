@@ -10,36 +10,23 @@ with nothing asked of it the device then waits in turn: of a backward with eight
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
-
-
-class Sent(Protocol):
-    """Norms on their way to host memory."""
-
-    values: torch.Tensor
-    """1-D, in host memory; what they are is known when `arrived`."""
-
-    def arrived(self) -> bool:
-        """Whether they are there. Raises the device's error, if it has failed."""
 
 
 @dataclass(slots=True, eq=False)
 class _Entry:
     norm: torch.Tensor
-    sent: Sent
+    sent: _CudaCopy
     index: int
 
 
 class NormReader:
     """Keeps the values of one step's norms, by number."""
 
-    def __init__(self, send: Callable[[Sequence[torch.Tensor]], Sent] | None = None) -> None:
-        """`send(norms)`: sends 0-d tensors of one device on their way."""
-        self._send = send if send is not None else _CudaCopy
+    def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
 
     def are_known(self, norms: Mapping[int, torch.Tensor]) -> bool:
@@ -48,7 +35,7 @@ class NormReader:
             return True
         new = [number for number, norm in norms.items() if not norm.is_cpu and self._entry(number, norm) is None]
         if new:
-            sent = self._send([norms[number] for number in new])
+            sent = _CudaCopy([norms[number] for number in new])
             self._entries.update({number: _Entry(norms[number], sent, index) for index, number in enumerate(new)})
         away = [self._entries[number].sent for number, norm in norms.items() if not norm.is_cpu]
         return all(sent.arrived() for sent in dict.fromkeys(away))
@@ -73,13 +60,13 @@ class NormReader:
 
 
 class _CudaCopy:
-    """A copy after what the calling thread has asked of its current stream, to page-locked memory."""
+    """Norms of one device on their way to page-locked memory, after what the calling thread has asked of its stream."""
 
     def __init__(self, norms: Sequence[torch.Tensor]) -> None:
         stacked = torch.stack(list(norms))
-        self.values = stacked.to("cpu", non_blocking=True)
+        self.values = stacked.to("cpu", non_blocking=True)  # what they are is known when `arrived`
         self._event = torch.cuda.current_stream(stacked.device).record_event()
 
     def arrived(self) -> bool:
-        """See `Sent`."""
+        """Whether they are there. Raises the device's error, if it has failed."""
         return bool(self._event.query())
