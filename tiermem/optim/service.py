@@ -55,16 +55,6 @@ class SettingsSource(Protocol):
         """Settings and step counts as torch's optimizers give them."""
 
 
-class MomentStore(Protocol):
-    """Who has the moments, for `UpdateService.prepare_moments` and `read_moments`."""
-
-    def prepare(self, given: Mapping[int, Moments]) -> Callable[[], None]:
-        """Check them; return the function that stores them."""
-
-    def read(self, parameters: Sequence[int]) -> list[Moments]:
-        """A copy of the moments of these parameters."""
-
-
 @runtime_checkable
 class UpdateService(Protocol):
     """What an optimizer asks of the runtime that owns its parameters."""

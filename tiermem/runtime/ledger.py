@@ -17,9 +17,10 @@ import torch
 from tiermem.ahead import LookAhead
 from tiermem.errors import InvariantError, TiermemError
 from tiermem.optim.coordinator import UpdateCoordinator
-from tiermem.optim.service import Moments, MomentStore, SettingsSource, StepResult, UpdateQueue
+from tiermem.optim.service import Moments, SettingsSource, StepResult, UpdateQueue
 from tiermem.optim.updates import in_words
 from tiermem.process import HomeProcess
+from tiermem.runtime.paged_moments import PagedMoments
 from tiermem.runtime.plans import StepPlans
 from tiermem.zero3.conductor import Act
 from tiermem.zero3.engine import hidden
@@ -181,12 +182,12 @@ class Steps:
         self._records: list[dict[str, Any]] = []
         self._closed = False
         self._home = HomeProcess()
-        self._moments: MomentStore | None = None
+        self._moments: PagedMoments | None = None
         self._open_calls = 0  # of `step()` that have left the step open
         self.number = 0  # steps done
 
-    def connect(self, moments: MomentStore) -> None:
-        """Take the store of moments; called once the house is built."""
+    def connect(self, moments: PagedMoments) -> None:
+        """Take the way to the moments; called once the house is built."""
         self._moments = moments
 
     @property
@@ -284,13 +285,13 @@ class Steps:
 
     def prepare_moments(self, given: Mapping[int, Moments]) -> Callable[[], None]:
         """Check moments that are to replace those of these parameters; the function that does it, between steps."""
-        return self._moment_store().prepare(given)
+        return self._paged_moments().prepare(given)
 
     def read_moments(self, parameters: Sequence[int]) -> list[Moments]:
         """A copy of the moments of these parameters, float32, between steps. Every rank asks for the same."""
-        return self._moment_store().read(parameters)
+        return self._paged_moments().read(parameters)
 
-    def _moment_store(self) -> MomentStore:
+    def _paged_moments(self) -> PagedMoments:
         self._require_open()
         self._ledger.line_up()
         if self._moments is None:

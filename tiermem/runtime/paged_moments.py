@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class PagedMoments:
-    """The moments of one run, from outside (`optim.service.MomentStore`)."""
+    """The moments of one run, from outside: what `UpdateService.prepare_moments` and `read_moments` come to."""
 
     def __init__(self, house: House) -> None:
         self._house = house
