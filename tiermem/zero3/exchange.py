@@ -29,7 +29,7 @@ from tiermem.zero3.conductor import Act, Conductor, Operation
 from tiermem.zero3.layout import Slot, memory_order
 from tiermem.zero3.norms import gradient_norm, norm_dtype
 from tiermem.zero3.shards import Shard, bucket_ranges, owned_of
-from tiermem.zero3.step_gradients import StepGradients, plain, take_gradient
+from tiermem.zero3.step_gradients import StepGradients, copy_out, plain, take_gradient
 from tiermem.zero3.sums import mean_over_ranks
 
 
@@ -187,7 +187,7 @@ class RankGradients(StepGradients):
         def fill() -> None:
             for piece in owned_of(shard, slot):
                 start = slot.start + piece.begin - shard.begin
-                _copy_out(self._pager, shard, start, whole[piece.begin : piece.begin + piece.length])
+                copy_out(self._pager, shard.layout, start, whole[piece.begin : piece.begin + piece.length])
 
         look(self._conductor, shard, slot, fill, whole)
         return whole.as_strided(slot.shape, slot.stride).to(self._parameters[parameter].device)
@@ -307,15 +307,3 @@ def join(collectives: Collectives, shard: Shard, slot: Slot, whole: torch.Tensor
         for piece in owned_of(Shard(shard.layout, rank), slot):
             theirs = told[rank].view(whole.dtype)
             whole[piece.begin : piece.begin + piece.length] = theirs[piece.begin : piece.begin + piece.length]
-
-
-def _copy_out(pager: Pager, shard: Shard, start: int, out: torch.Tensor) -> None:
-    """Copy elements from `start` on of this rank's gradient tiles."""
-    done = 0
-    while done < out.numel():
-        tile, inside = divmod(start + done, shard.layout.tile_numel)
-        count = min(shard.tile_length(tile) - inside, out.numel() - done)
-        key = shard.layout.gradient_key(tile)
-        with pager.lease([key], Intent.READ) as lease:
-            out[done : done + count].copy_(lease.tensor(key).view(out.dtype)[inside : inside + count])
-        done += count

@@ -23,7 +23,7 @@ from tiermem.zero3.asked import AskedAhead
 from tiermem.zero3.engine import viewers
 from tiermem.zero3.layout import Slot, UnitLayout, memory_order
 from tiermem.zero3.norms import add_pair, gradient_norm, may_pair, measuring_copy, team_loops
-from tiermem.zero3.step_gradients import StepGradients, plain, take_gradient
+from tiermem.zero3.step_gradients import StepGradients, copy_out, plain, take_gradient
 from tiermem.zero3.waiting import Waiting
 
 # A norm that is taken from the pages, if anybody asks.
@@ -168,18 +168,8 @@ class GradientStore(StepGradients):
         """A copy of what the pages hold of a gradient, 1-D in memory order."""
         self.release()
         unit, slot = self._places[parameter]
-        layout = self._layouts[unit]
-        whole: torch.Tensor | None = None
-        for piece in layout.ranges(slot):
-            key = layout.gradient_key(piece.tile)
-            with self._pager.lease([key], Intent.READ) as lease:
-                page = lease.tensor(key).view(slot.dtype)
-                if whole is None:
-                    whole = page.new_empty(slot.numel)
-                kept = page[piece.begin_in_tile : piece.begin_in_tile + piece.length]
-                whole[piece.begin : piece.begin + piece.length].copy_(kept)
-        if whole is None:
-            whole = torch.empty(0, dtype=slot.dtype, device=self._parameters[parameter].device)
+        whole = torch.empty(slot.numel, dtype=slot.dtype, device=self._parameters[parameter].device)
+        copy_out(self._pager, self._layouts[unit], slot.start, whole)
         return whole
 
     def _end(self) -> None:

@@ -12,8 +12,9 @@ from collections.abc import Callable, Container, Sequence
 import torch
 from torch import nn
 
-from tiermem.pager.page import PageKey
+from tiermem.pager.page import Intent, PageKey
 from tiermem.pager.pager import Pager
+from tiermem.pager.tiling import tile_ranges
 from tiermem.zero3.conductor import Act
 from tiermem.zero3.layout import UnitLayout
 from tiermem.zero3.norm_reader import NormReader
@@ -125,6 +126,15 @@ def take_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - absent.py has nothing to say to this
         gradient, parameter.grad = parameter.grad, None
     return gradient
+
+
+def copy_out(pager: Pager, layout: UnitLayout, start: int, out: torch.Tensor) -> None:
+    """Fill `out` with a gradient's elements, from `start` on in the tiles that lie here; waits for the pages."""
+    for piece in tile_ranges(start, out.numel(), layout.tile_numel):
+        key = layout.gradient_key(piece.tile)
+        with pager.lease([key], Intent.READ) as lease:
+            kept = lease.tensor(key).view(out.dtype)[piece.begin_in_tile : piece.begin_in_tile + piece.length]
+            out[piece.begin : piece.begin + piece.length].copy_(kept)
 
 
 def plain(gradient: torch.Tensor) -> torch.Tensor:
