@@ -26,7 +26,7 @@ from tiermem.errors import InvariantError, TiermemError
 from tiermem.future import Future
 from tiermem.stats import Counters
 from tiermem.timeline import COMPUTE_LANE, RANKS_LANE, STALL, Timeline
-from tiermem.zero3.collectives import Collectives, by_rank, reason_of
+from tiermem.zero3.collectives import by_rank, reason_of
 from tiermem.zero3.grid import Grid
 
 T = TypeVar("T")
@@ -75,7 +75,6 @@ _UNEQUAL_WORDS = (
     "All ranks make the same optimizers, and change their settings alike: a learning rate that follows a loss needs "
     "that of all ranks (torch.distributed.all_reduce)"
 )
-_FAILED = 1
 _ISSUER = "tiermem-ranks"  # the thread
 
 
@@ -129,11 +128,6 @@ class Conductor:
         self._broken: BaseException | None = None
         self._announced = 0
         self._closed = False
-
-    @property
-    def collectives(self) -> Collectives:
-        """All ranks of the run."""
-        return self.grid.everyone
 
     @property
     def announced(self) -> int:
@@ -191,11 +185,11 @@ class Conductor:
         """
         failure = sys.exception() or failure
         self._closed = True
-        if self._broken is None and self.collectives.size > 1:
+        if self._broken is None and self.grid.everyone.size > 1:
             try:
                 self._issuer.start(lambda: self._take_leave(failure)).exception()
             except TiermemError:  # the interpreter is ending, and starts no thread any more
-                self.collectives.close(_farewell(failure))
+                self.grid.everyone.close(_farewell(failure))
         self._issuer.close()
         self._broken = self._broken or TiermemError("this runtime is closed; offload the model again to go on")
 
@@ -204,7 +198,7 @@ class Conductor:
             if failure is None:
                 self._carry_out(Operation(Act.CLOSE))
         finally:
-            self.collectives.close(_farewell(failure))
+            self.grid.everyone.close(_farewell(failure))
 
     def _carry_out(self, operation: Operation[T]) -> T:
         failure: BaseException | None = None
@@ -242,22 +236,22 @@ class Conductor:
 
     def _announce(self, operation: Operation[Any], failure: BaseException | None) -> list[list[int]]:
         words = zlib.crc32(operation.alike.encode())
-        own = [int(operation.act), operation.unit, 0 if failure is None else _FAILED, words]
-        told = self.collectives.tell(own)
+        own = [int(operation.act), operation.unit, int(failure is not None), words]
+        told = self.grid.everyone.tell(own)
         self._announced += 1
-        if any(each[2] == _FAILED for each in told):
-            reasons = self.collectives.tell_text(reason_of(failure))
+        if any(each[2] for each in told):
+            reasons = self.grid.everyone.tell_text(reason_of(failure))
             if failure is not None:
                 raise failure
             failed = by_rank(reasons)
-            raise TiermemError(f"rank {self.collectives.rank} stops because another rank has failed: {failed}")
+            raise TiermemError(f"rank {self.grid.everyone.rank} stops because another rank has failed: {failed}")
         others = {tuple(each[:2]) for each in told if each[0] != Act.REDUCE}
         if len(others) > 1:
             ended = any(act == Act.CLOSE for act, _ in others)
             advice = _UNEQUAL_LENGTHS if ended else _UNEQUAL_ORDER
             raise TiermemError(f"the ranks do different things: {self._difference(told)}. {advice}")
         if len({each[3] for each in told if each[0] != Act.REDUCE}) > 1:
-            each = enumerate(self.collectives.tell_text(operation.alike))
+            each = enumerate(self.grid.everyone.tell_text(operation.alike))
             who = "; ".join(f"rank {rank} with {words or 'nothing yet'}" for rank, words in each)
             raise TiermemError(f"each rank {_WORDS[operation.act]} in another way: {who}. {_UNEQUAL_WORDS}")
         return told
@@ -278,11 +272,11 @@ class Conductor:
             senders = [each[0] == Act.REDUCE and each[1] == unit for each in told]
             if self._serve is None:
                 raise InvariantError("gradients came before anybody could take them; this is a bug in tiermem")
-            self._serve(unit, operation.bucket if senders[self.collectives.rank] else None, senders)
+            self._serve(unit, operation.bucket if senders[self.grid.everyone.rank] else None, senders)
 
     def _break(self, error: BaseException) -> None:
         self._broken = self._broken or error
-        self.collectives.close(reason_of(error))
+        self.grid.everyone.close(reason_of(error))
 
 
 def _farewell(failure: BaseException | None) -> str:

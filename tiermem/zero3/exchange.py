@@ -202,7 +202,7 @@ class RankGradients(StepGradients):
             if bucket is not None:
                 self._pager.start_discard([shard.bucket_key])
                 bucket.lease.release()
-        told = self._conductor.collectives.tell_floats(squares)
+        told = self._conductor.grid.everyone.tell_floats(squares)
         own = self._conductor.grid.of_own_copy(told)
         _require_same(self._conductor.grid.of_copies(told), shard.layout.name)
         for index, number in enumerate(self.trainable(unit)):
@@ -226,7 +226,7 @@ class RankGradients(StepGradients):
         own = bucket.present if bucket is not None else set()
         last = bucket is not None and bucket.then is not None
         numbers = [int(last), *(int(number in own) for number in self.trainable(shard.unit))]
-        told = list(zip(*self._conductor.collectives.tell(numbers), strict=True))
+        told = list(zip(*self._conductor.grid.everyone.tell(numbers), strict=True))
         if bucket is not None:
             bucket.complete = all(told[0])
         return [any(each) for each in told[1:]]
