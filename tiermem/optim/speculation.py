@@ -49,7 +49,8 @@ class Speculation:
         self._shares: list[_Share] = []
         self._units: set[int] = set()  # of the shares
         self._kept: set[SettingsSource] = set()
-        self._given_up = False
+        self.given_up = False
+        """Whether no early update of this step begins any more."""
         self._spent: dict[int, Settings] = {}  # with what was used
         self.spoiled = False
         """Whether something was taken back since the last `end_step`."""
@@ -68,7 +69,7 @@ class Speculation:
 
     def may_begin(self, *, for_good: bool) -> bool:
         """What `begin` would say; changes nothing. What it has said holds until the end of the step, or `give_up`."""
-        if self._given_up:
+        if self.given_up:
             return False
         return for_good or self._protection is not None or bool(self._spent) or self._undo.has_room()
 
@@ -89,16 +90,11 @@ class Speculation:
 
     def give_up(self) -> None:
         """No early update of this step begins any more."""
-        self._given_up = True
-
-    @property
-    def given_up(self) -> bool:
-        """Whether no early update of this step begins any more."""
-        return self._given_up
+        self.given_up = True
 
     def end_step(self) -> None:
         """An optimizer has stepped, or dropped its gradients: what comes next is another step, if all have."""
-        self._given_up, self.spoiled = bool(self._shares), False
+        self.given_up, self.spoiled = bool(self._shares), False
         self._spent.clear()
 
     @property
