@@ -52,10 +52,7 @@ class AdapterTrainer(UnwrappedTrainer):
         lost = not_saved(model) if args.load_best_model_at_end else None
         if lost is not None:
             raise ConfigError(f"TrainingArguments: found load_best_model_at_end=True, and {lost}; leave it out")
-        if others:
-            super().__init__(model, args, *others, **named)
-        else:  # by name, as `Trainer` does
-            super().__init__(model=model, args=args, **named)
+        super().__init__(model, args, *others, **named)
 
     def create_optimizer(self, *others: Any, **named: Any) -> Any:
         """As transformers'. As training begins all processes have the adapters of the first, as DDP sees to."""

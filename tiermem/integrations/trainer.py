@@ -84,10 +84,7 @@ class Trainer(UnwrappedTrainer):
         started = runtime.statistics().steps > 0
         self._state_of = None if ticket is None or started else (ticket, 0)  # what the pages hold, and after which step
         self._must_resume = self._state_of is not None
-        if others:
-            super().__init__(model, args, *others, **named)
-        else:  # by name: a trainer of that family may have other arguments between them, as trl's DPOTrainer has
-            super().__init__(model=model, args=args, **named)
+        super().__init__(model, args, *others, **named)
         if self.optimizer is not None:
             choose_clipping(require_adamw(self.optimizer).max_grad_norm, args.max_grad_norm)
         elif self.optimizer_cls_and_kwargs is None:
