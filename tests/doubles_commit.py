@@ -103,7 +103,7 @@ class Training:
             found[name] = self.runtime.parameter(parameter)
             if parameter.requires_grad:
                 found[f"{name} master"] = self.runtime.master(parameter)
-                unit, slot = self.runtime._places.find(parameter)
+                unit, slot = self.runtime._house.gatherer.slots[id(parameter)]
                 first, second = house.states.read_moments(unit, slot.parameter)
                 found[f"{name} first"], found[f"{name} second"] = first, second
         return found

@@ -205,7 +205,7 @@ def parameters_of(runtime: tiermem.Runtime) -> dict[str, torch.Tensor]:
     """All parameters, after all updates: those of a unit together, which `runtime.parameter` would gather for each."""
     units: dict[int, dict[str, nn.Parameter]] = {}
     for name, parameter in runtime.model.named_parameters():
-        units.setdefault(runtime._places.find(parameter)[0], {})[name] = parameter
+        units.setdefault(runtime._house.gatherer.slots[id(parameter)][0], {})[name] = parameter
     found = {}
     for unit in units.values():
         with runtime.gathered(unit.values()):

@@ -155,7 +155,7 @@ def test_strides_may_differ(tmp_path: Path) -> None:
             model(torch.randn(2, 3, 3, 3).bfloat16()).sum().backward()
             optimizer.step()
             runtime.snapshot(tmp_path / "copy").wait()
-        unit, slot = runtime._places.find(model[0].weight)
+        unit, slot = runtime._house.gatherer.slots[id(model[0].weight)]
         first, _ = runtime._house.states.read_moments(unit, slot.parameter)
         states.append((runtime.master(model[0].weight), first.as_strided(slot.shape, slot.stride)))
         runtime.close()

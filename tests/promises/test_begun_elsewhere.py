@@ -133,7 +133,7 @@ def test_masters_stay_and_moments_are_those_given(tmp_path, param_dtype, moments
         for number, parameter in enumerate([each for group in groups(model) for each in group["params"]]):
             name = names[id(parameter)]
             assert torch.equal(runtime.master(parameter), expected[name]), name
-            unit, slot = runtime._places.find(parameter)
+            unit, slot = runtime._house.gatherer.slots[id(parameter)]
             found = runtime._house.states.read_moments(unit, slot.parameter)
             entry = state["state"][number]
             for values, key in zip(found, ("exp_avg", "exp_avg_sq"), strict=True):
@@ -242,7 +242,7 @@ def test_what_does_not_fit_changes_nothing(tmp_path):
         ours.zero_grad()
         assert ours.param_groups[1]["lr"] == 0.5
         assert not ours.step_counts()
-        unit, slot = runtime._places.find(next(model.parameters()))
+        unit, slot = runtime._house.gatherer.slots[id(next(model.parameters()))]
         assert not any(each.any() for each in runtime._house.states.read_moments(unit, slot.parameter))
         ours.load_state_dict(state)
     with pytest.raises(tiermem.TiermemError, match="closed"):

@@ -365,7 +365,7 @@ def test_a_snapshot_does_not_depend_on_what_is_kept(keep, tmp_path):
 
 
 def _moments(runtime, parameter):
-    unit, slot = runtime._places.find(parameter)
+    unit, slot = runtime._house.gatherer.slots[id(parameter)]
     return runtime._house.states.read_moments(unit, slot.parameter)
 
 

@@ -140,7 +140,7 @@ def test_embeddings_and_small_parameters_keep_float32_moments(tmp_path):
         states = runtime._house.states
         kept = {}
         for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
-            unit, slot = runtime._places.find(mine)
+            unit, slot = runtime._house.gatherer.slots[id(mine)]
             first, second = states.read_moments(unit, slot.parameter)
             entry = optimizer.state[theirs]
             exact = (
@@ -163,7 +163,7 @@ def test_writing_parameters_leaves_moments_as_they_are(tmp_path):
         wide_batch(model).backward()
         optimizer.step()
         weight = model.layers[1].up.weight
-        unit, slot = runtime._places.find(weight)
+        unit, slot = runtime._house.gatherer.slots[id(weight)]
         before = runtime._house.states.read_moments(unit, slot.parameter)
         assert before[0].any()
         with runtime.gathered(weight, write=True), torch.no_grad():

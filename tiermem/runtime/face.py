@@ -31,7 +31,7 @@ from tiermem.runtime.closing import Closing, begin_to_close, refuse_to_close
 from tiermem.runtime.commits import PendingCommit
 from tiermem.runtime.extra import from_record, to_record
 from tiermem.runtime.house import House
-from tiermem.runtime.places import Places, require_path
+from tiermem.runtime.places import place_of, require_path, units_of
 from tiermem.runtime.record import optimizer_state
 from tiermem.runtime.snapshots import PendingSnapshot
 from tiermem.runtime.storage import close_all
@@ -57,7 +57,6 @@ class Runtime(Closing):
         self._guards = ModelGuards(house.blueprint.divided, house.gatherer, watch_optimizers())
         self._lent = 0  # how many `gathered` are open
         self._writing: list[list[int]] = []  # the units of each open `gathered(write=True)`
-        self._places = Places(house)
         self._abandoned = weakref.finalize(self, abandon, house, self._guards, self._home)  # last: it is all there
 
     def __repr__(self) -> str:
@@ -181,7 +180,7 @@ class Runtime(Closing):
 
     def parameter(self, parameter: nn.Parameter) -> torch.Tensor:
         """A copy of the parameter's values, of its shape and dtype, after all updates; waits for them. Collective."""
-        unit, _ = self._places.find(parameter)
+        unit, _ = place_of(parameter, self._house)
         house = self._open()
         house.scheduler.let_go_between()
         with lend(house.gatherer, house.layouts, [unit], needed=house.coordinator.unit_needed):
@@ -192,7 +191,7 @@ class Runtime(Closing):
 
         Of a frozen one its values. TiermemError inside `gathered(write=True)` of its unit: it follows at the end of it.
         """
-        unit, slot = self._places.find(parameter)
+        unit, slot = place_of(parameter, self._house)
         house = self._open()
         if not slot.trainable:
             return self.parameter(parameter).float()
@@ -216,7 +215,7 @@ class Runtime(Closing):
 
         Before clipping; the mean over ranks.
         """
-        unit, slot = self._places.find(parameter)
+        unit, slot = place_of(parameter, self._house)
         house = self._open()
         house.ledger.line_up()
         if not house.ledger.is_readable(unit, slot.parameter):
@@ -237,7 +236,7 @@ class Runtime(Closing):
         together; with `write` TiermemError between backward and step where update="backward" has used gradients up.
         """
         house = self._open()
-        units = self._places.units_of(what)
+        units = units_of(what, house)
         house.scheduler.let_go_between()
         for unit in units:
             house.coordinator.unit_needed(unit)

@@ -18,35 +18,30 @@ from tiermem.runtime.house import House
 from tiermem.zero3.layout import Slot
 
 
-class Places:
-    """The parameters of one model."""
+def place_of(parameter: nn.Parameter, house: House) -> tuple[int, Slot]:
+    """The unit and the slot of a parameter. Raises ConfigError for one of another model."""
+    if not isinstance(parameter, nn.Parameter):
+        raise ConfigError(f"expected a parameter of the model, found {type(parameter).__name__}")
+    found = house.gatherer.slots.get(id(parameter))
+    if found is None:
+        raise ConfigError(f"a parameter of shape {tuple(parameter.shape)} does not belong to this runtime's model")
+    return found
 
-    def __init__(self, house: House) -> None:
-        self._slots = house.gatherer.slots
 
-    def find(self, parameter: nn.Parameter) -> tuple[int, Slot]:
-        """The unit and the slot of a parameter. Raises ConfigError for one of another model."""
-        if not isinstance(parameter, nn.Parameter):
-            raise ConfigError(f"expected a parameter of the model, found {type(parameter).__name__}")
-        found = self._slots.get(id(parameter))
-        if found is None:
-            raise ConfigError(f"a parameter of shape {tuple(parameter.shape)} does not belong to this runtime's model")
-        return found
+def units_of(what: nn.Module | nn.Parameter | Iterable[nn.Parameter], house: House) -> list[int]:
+    """The units of a parameter, of several, or of a module, whatever else was put into that after `offload`.
 
-    def units_of(self, what: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> list[int]:
-        """The units of a parameter, of several, or of a module, whatever else was put into that after `offload`.
-
-        Raises ConfigError for a parameter of another model, a module that has only such, and other things.
-        """
-        if isinstance(what, nn.Module):
-            parameters: Iterable[nn.Parameter] = list(what.parameters())
-            paged = [each for each in parameters if registry.find(each) is not None]
-            parameters = paged or parameters
-        else:
-            parameters = [what] if isinstance(what, nn.Parameter) else what
-        if not isinstance(parameters, Iterable):
-            raise ConfigError(f"gathered expects a module, a parameter or several, found {type(what).__name__}")
-        return list(dict.fromkeys(self.find(parameter)[0] for parameter in parameters))
+    Raises ConfigError for a parameter of another model, a module that has only such, and other things.
+    """
+    if isinstance(what, nn.Module):
+        parameters: Iterable[nn.Parameter] = list(what.parameters())
+        paged = [each for each in parameters if registry.find(each) is not None]
+        parameters = paged or parameters
+    else:
+        parameters = [what] if isinstance(what, nn.Parameter) else what
+    if not isinstance(parameters, Iterable):
+        raise ConfigError(f"gathered expects a module, a parameter or several, found {type(what).__name__}")
+    return list(dict.fromkeys(place_of(parameter, house)[0] for parameter in parameters))
 
 
 def require_path(verb: str, path: object) -> Path:
