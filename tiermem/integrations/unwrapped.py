@@ -1,9 +1,9 @@
 """A `Trainer` of transformers whose model stays as it is, however many processes there are.
 
 Owns how arguments come to transformers' own, and the one thing that keeps accelerate from putting
-DistributedDataParallel around the model: that reads and writes parameters, and they are paged out. Everything else that accelerate does to a model (autocast, compiling) it does, and
-loaders, gathering and losses are divided over the processes as ever. Does not know runtimes. Guarantees that who trains
-by it has to average gradients itself.
+DistributedDataParallel around the model: that reads and writes parameters, and they are paged out. Everything else that
+accelerate does to a model (autocast, compiling) it does, and loaders, gathering and losses are divided over the
+processes as ever. Does not know runtimes. Guarantees that who trains by it has to average gradients itself.
 """
 
 from __future__ import annotations
