@@ -149,13 +149,15 @@ class Ahead:
         census = residency.census
         for tier in residency.chain.memory_tiers:
             if tier is Tier.DEVICE:
-                self._send_down(tier, claimed)
+                if Tier.HOST not in claimed:
+                    self._write_down(tier, SETTLED)  # not what is updated there and has no need of another copy
                 continue
             appetite, capacity = self._appetite[tier], self._capacity[tier]
             if residency.total <= capacity or self._rests:
                 continue
             if residency.forecast.is_planned:
-                self._write_unkept(tier)
+                # What the plan does not keep has to be written at some time; what it keeps may be changed again.
+                self._write_down(tier, LATER - 1)
                 continue
             absent = residency.total - residency.chain.arenas[tier].reserved
             wanted = min(appetite.look_ahead, absent) + appetite.reserve
@@ -170,23 +172,14 @@ class Ahead:
                         continue  # it may be changed again at once: each gradient of a tile leases it anew
                     self._room.send_off(page, tier)
 
-    def _write_unkept(self, tier: Tier) -> None:
-        """What the plan does not keep has to be written at some time: at once. What it keeps may be changed again."""
+    def _write_down(self, tier: Tier, beyond: int) -> None:
+        """Have what is used at a position beyond this one written, as long as there is room below for it."""
         census = self._residency.census
-        if not census.dirty(tier) or census.farthest_writable(tier) < LATER:
+        if not census.dirty(tier) or census.farthest_writable(tier) <= beyond:
             return
         with closing(census.writable(tier)) as candidates:
             for use, page in candidates:
-                if use < LATER:
-                    break
-                self._room.send_off(page, tier)
-
-    def _send_down(self, tier: Tier, claimed: Collection[Tier]) -> None:
-        if Tier.HOST in claimed or self._residency.census.farthest_writable(tier) <= SETTLED:
-            return  # nothing, or only what is updated there and has no need of another copy
-        with closing(self._residency.census.writable(tier)) as candidates:
-            for use, page in candidates:
-                if use <= SETTLED or not self._room.send_off(page, tier):
+                if use <= beyond or not self._room.send_off(page, tier):
                     break
 
     def read(self) -> None:

@@ -188,8 +188,7 @@ class Core:
         # Otherwise nothing would come of a lease given back: every page is there, and nobody waits.
         waiting = self.service.waiting
         self.loop.set_hungry(bool(self._refusal or waiting) or not self.service.ahead.has_everything)
-        if not self._watched and (waiting or self._awaited or self._watchers):
-            self._watch_later()
+        self._watch_later()
 
     def _watch_later(self) -> None:
         """Look again soon, as long as somebody waits for something."""

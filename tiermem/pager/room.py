@@ -7,7 +7,8 @@ ahead of time drives out only copies used later, and only those that cost no wri
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import itertools
+from collections.abc import Collection, Iterable
 from contextlib import closing
 
 from swap.requests import Priority
@@ -85,27 +86,34 @@ class Room:
         return True
 
     def _choose(self, page: Page, tier: Tier, barred: Collection[Page | None]) -> tuple[list[Page], bool]:
-        """Which copies have to go, used last as far as can be, and whether `page` fits then; none: what leaves may do.
+        """Which copies have to go, used last as far as can be, and whether `page` fits then (see `_first_ones`)."""
+        census = self._residency.census
+        with closing(census.victims(tier)) as victims:
+            candidates = (victim for _, victim in victims if victim not in barred)
+            return self._first_ones(page, tier, candidates, leaving=census.leaving(tier))
 
-        Where they do not make room enough, all of them: once what is on its way up can go, too, they will have to.
+    def _first_ones(
+        self, page: Page, tier: Tier, candidates: Iterable[Page], *, leaving: int = 0
+    ) -> tuple[list[Page], bool]:
+        """Which copies have to go, the first candidates as far as can be, and whether `page` fits then.
+
+        None where those and the bytes that are `leaving` may do together. Where they do not make room enough, all of
+        them: once what is on its way up can go, too, they will have to.
         """
-        residency, census = self._residency, self._residency.census
-        room, leaving = self._capacity[tier] - residency.chain.arenas[tier].reserved, census.leaving(tier)
+        room = self._capacity[tier] - self._residency.chain.arenas[tier].reserved
         going: list[Page] = []
         look_at = 0  # where room is not in one piece, the question is asked again when there are twice as many to go
-        with closing(census.victims(tier)) as victims:
-            for _, victim in victims:
-                if room + leaving >= page.room:
-                    if leaving:
-                        break
-                    if len(going) >= look_at:
-                        look_at = 2 * len(going) + 1
-                        chosen = self._clearing(page, tier, going)
-                        if chosen is not None:
-                            return chosen, True
-                if victim not in barred:
-                    going.append(victim)
-                    room += victim.frames[tier].nbytes
+        for victim in candidates:
+            if room + leaving >= page.room:
+                if leaving:
+                    break
+                if len(going) >= look_at:
+                    look_at = 2 * len(going) + 1
+                    chosen = self._clearing(page, tier, going)
+                    if chosen is not None:
+                        return chosen, True
+            going.append(victim)
+            room += victim.frames[tier].nbytes
         if room + leaving < page.room:
             return going, False
         chosen = self._clearing(page, tier, going) if room >= page.room else None
@@ -128,24 +136,12 @@ class Room:
         residency = self._residency
         if residency.allocate(page, tier):
             return True
-        missing = page.room - (self._capacity[tier] - residency.chain.arenas[tier].reserved)
-        farther: list[Page] = []
-        chosen: list[Page] | None = None
-        look_at = 0
-        with closing(residency.census.droppable(tier)) as candidates:
-            for next_use, victim in candidates:
-                if missing <= 0 and len(farther) >= look_at:
-                    look_at = 2 * len(farther) + 1
-                    chosen = self._clearing(page, tier, farther)
-                if next_use <= use or chosen is not None:
-                    break
-                if victim.is_dirty_on(tier):
-                    continue  # it is at home there
-                farther.append(victim)
-                missing -= victim.frames[tier].nbytes
-        if chosen is None and missing <= 0:
-            chosen = self._clearing(page, tier, farther)
-        if chosen is None:
+        with closing(residency.census.droppable(tier)) as droppable:
+            farther = itertools.takewhile(lambda candidate: candidate[0] > use, droppable)
+            # What is dirty and droppable all the same is at home there.
+            clean = (victim for _, victim in farther if not victim.is_dirty_on(tier))
+            chosen, fits = self._first_ones(page, tier, clean)
+        if not fits:
             return False
         for victim in chosen:
             residency.drop(victim, tier)
