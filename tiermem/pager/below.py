@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from tiermem.pager.course import Course, Limits
+from tiermem.pager.course import Course, Limits, distances
 from tiermem.pager.page import Kind, Lane, PageKey
 from tiermem.pager.plan import Plan, best_plan
 from tiermem.pager.schedule import Access, Schedule
@@ -97,11 +97,11 @@ def _stays_above(
         for position, access in enumerate(accesses)
         if not access.key.is_of(settled) and (access.lane is Lane.COMPUTE or access.key.kind is Kind.PARAM)
     ]
-    here, following = [accesses[position] for position in places], _following(accesses)
+    here, after = [accesses[position] for position in places], distances(accesses)
     # What the update has changed or used up, the device's copy is of no use any more.
     updated = [
         (access.lane is Lane.UPDATE and not at_home)
-        or (access.key.kind is Kind.GRAD and accesses[following[position]].lane is Lane.UPDATE)
+        or (access.key.kind is Kind.GRAD and accesses[(position + after[position]) % len(accesses)].lane is Lane.UPDATE)
         for position, access in zip(places, here, strict=True)
     ]
     taken = sum(nbytes for key, nbytes in rooms.items() if key.is_of(settled))
@@ -109,14 +109,3 @@ def _stays_above(
     course.ends = [ends or changed for ends, changed in zip(course.ends, updated, strict=True)]
     stays = make_cyclic(course, capacity, sweep(course, capacity, Farthest)) if here else []
     return {position for position, kept in zip(places, stays, strict=True) if kept}
-
-
-def _following(accesses: Sequence[Access]) -> list[int]:
-    """For each access the index of the next one to its page, in this step or the one after."""
-    count, found = len(accesses), [0] * len(accesses)
-    seen: dict[PageKey, int] = {}
-    for index in range(2 * count - 1, -1, -1):
-        if index < count:
-            found[index] = seen.get(accesses[index].key, index)
-        seen[accesses[index % count].key] = index % count
-    return found

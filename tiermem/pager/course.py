@@ -59,13 +59,7 @@ class Course:
         count = len(accesses)
         first: dict[PageKey, int] = {}
         self.pages = [first.setdefault(access.key, position) for position, access in enumerate(accesses)]
-        self.following = [count] * count
-        seen: dict[PageKey, int] = {}
-        for position in range(2 * count - 1, -1, -1):
-            key = accesses[position % count].key
-            if position < count:
-                self.following[position] = seen.get(key, position + count) - position
-            seen[key] = position
+        self.following = distances(accesses)
         self.ends = [self._ends(position) for position in range(count)]
         self.supplied = [False] * count if supplied is None else list(supplied)
         self.leaves = [
@@ -115,6 +109,18 @@ class Course:
         sizes = self.sizes[::-1]
         for position, after in zip(reversed(updates), _window(backwards, sizes, behind, count), strict=True):
             self.leaves[position] = max(self.leaves[position], after)
+
+
+def distances(accesses: Sequence[Access]) -> list[int]:
+    """For each access how many positions later its page is accessed next, in this step or the one after."""
+    count, found = len(accesses), []
+    seen: dict[PageKey, int] = {}
+    for position in range(2 * count - 1, -1, -1):
+        key = accesses[position % count].key
+        if position < count:
+            found.append(seen[key] - position)
+        seen[key] = position
+    return found[::-1]
 
 
 def _lags(accesses: Sequence[Access]) -> bool:
