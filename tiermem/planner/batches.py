@@ -12,13 +12,13 @@ down with their number.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from tiermem.pager.ahead import COMING
 from tiermem.planner.design import Design
-from tiermem.planner.simulate import Simulation, Spent
+from tiermem.planner.simulate import Simulation, Spent, combined, mean_since
 from tiermem.zero3.order import Phase
 
 # Batches after which memory holds what it goes on to hold; no more than so many are left in all.
@@ -43,23 +43,7 @@ class Excerpt:
         """What the simulation of the same step with so many batches would say; `found` is that of a shorter one."""
         batch = _repeated(found.marks[self.first - 1 : self.first + self.looked_at])
         more = batches - len(found.marks)
-
-        def table(step: Mapping[str, float], each: Mapping[str, float]) -> dict[str, float]:
-            return {name: step.get(name, 0.0) + more * each.get(name, 0.0) for name in {**step, **each}}
-
-        computing, updating, reading, writing = (more * seconds for seconds in batch.busy)
-        return replace(
-            found,
-            seconds=found.seconds + more * batch.seconds,
-            phases=table(found.phases, batch.phases),
-            stalls=table(found.stalls, batch.stalls),
-            computing=found.computing + computing,
-            updating=found.updating + updating,
-            reading=found.reading + reading,
-            writing=found.writing + writing,
-            edges=table(found.edges, batch.edges),
-            marks=(),
-        )
+        return replace(found, **combined(found, batch, lambda step, each: step + more * each), marks=())
 
 
 # For bytes and seconds; and for seconds that are only compared.
@@ -73,11 +57,11 @@ def with_batches(design: Design, batches: int) -> Design:
 
 def _repeated(marks: Sequence[Spent]) -> Spent:
     """The mean of as many batches as take turns; of all, where they do not."""
-    each = [late.each(before, 1).edges for before, late in pairwise(marks)]
+    each = [mean_since(late, before, 1)["edges"] for before, late in pairwise(marks)]
     count = len(each)
     # Of all of them first, and then of those before the last ones, which may belong to the end already.
     tried = [(count, turn) for turn in range(1, count - 2)]
     tried += [(length, turn) for length in range(count - 1, count // 2 - 1, -1) for turn in range(1, length // 2 + 1)]
     turns = (turn for length, turn in tried if each[turn:length] == each[: length - turn])
     turn = next(turns, count)
-    return marks[turn].each(marks[0], turn)
+    return Spent(**mean_since(marks[turn], marks[0], turn))

@@ -6,8 +6,9 @@ Guarantees that the same design gives the same record, and that a step which can
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from tiermem.errors import CapacityError
 from tiermem.planner.actors import ComputeActor, UpdateActor
@@ -32,45 +33,18 @@ class StepPlan:
     kept: Mapping[str, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Spent:
-    """Running sums: seconds, those by phase and by cause of a stall, those of computing, updating, reading and writing,
-    and bytes by edge.
-    """
-
-    seconds: float
-    phases: Mapping[str, float]
-    stalls: Mapping[str, float]
-    busy: tuple[float, ...]
-    edges: Mapping[str, float]
-
-    def each(self, before: Spent, count: int) -> Spent:
-        """The mean of `count` equal parts of what was spent since `before`."""
-
-        def table(late: Mapping[str, float], early: Mapping[str, float]) -> dict[str, float]:
-            return {name: (value - early.get(name, 0.0)) / count for name, value in late.items()}
-
-        busy = tuple((late - early) / count for late, early in zip(self.busy, before.busy, strict=True))
-        seconds = (self.seconds - before.seconds) / count
-        phases, stalls = table(self.phases, before.phases), table(self.stalls, before.stalls)
-        return Spent(seconds, phases, stalls, busy, table(self.edges, before.edges))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Simulation:
-    """Means over the steady steps.
+class Spent:
+    """What some stretch of simulated time was spent on.
 
     Attributes:
-        seconds: of a step.
+        seconds: how long it is.
         phases: seconds of "forward", "backward" and "step".
         stalls: seconds in which the computation waited, by cause: "read", "write" (for room), "copy", "update kernel",
             "ranks" (what goes between them).
         computing, updating: seconds in which the computation, the update kernel ran.
         reading, writing: seconds in which the drives read, wrote.
         edges: bytes over each edge.
-        tiers: budget, bytes at the end, and high-water mark of each memory tier.
-        plan: what the last step did; None if nobody asked.
-        marks: what was spent since the simulation began, at the end of each batch of the last step that counts.
     """
 
     seconds: float
@@ -81,6 +55,35 @@ class Simulation:
     reading: float
     writing: float
     edges: Mapping[str, float]
+
+
+def combined(one: Spent, other: Spent, number: Callable[[float, float], float]) -> dict[str, Any]:
+    """The fields of a `Spent` of which each number is made of those of two; what a table lacks is zero."""
+    found: dict[str, Any] = {}
+    for name in [item.name for item in fields(Spent)]:
+        first, second = getattr(one, name), getattr(other, name)
+        if isinstance(first, Mapping):
+            found[name] = {key: number(first.get(key, 0.0), second.get(key, 0.0)) for key in {**first, **second}}
+        else:
+            found[name] = number(first, second)
+    return found
+
+
+def mean_since(late: Spent, early: Spent, count: int) -> dict[str, Any]:
+    """The fields of the mean of `count` equal parts of what was spent between two instants, by the sums up to them."""
+    return combined(late, early, lambda after, before: (after - before) / count)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulation(Spent):
+    """Means over the steady steps.
+
+    Attributes:
+        tiers: budget, bytes at the end, and high-water mark of each memory tier.
+        plan: what the last step did; None if nobody asked.
+        marks: what was spent since the simulation began, at the end of each batch of the last step that counts.
+    """
+
     tiers: tuple[TierStatistics, ...]
     plan: StepPlan | None = None
     marks: tuple[Spent, ...] = field(default=(), compare=False, repr=False)
@@ -133,17 +136,8 @@ def simulating(design: Design, *, with_plan: bool = False) -> Generator[None, No
         world.listen(actions.append)
         yield from _run_step(world, compute)
     world.residency.check_invariants()
-    step = totals[-1].each(totals[-1 - _COUNTED], _COUNTED)
-    computing, updating, reading, writing = step.busy
     return Simulation(
-        seconds=step.seconds,
-        phases=step.phases,
-        stalls=step.stalls,
-        computing=computing,
-        updating=updating,
-        reading=reading,
-        writing=writing,
-        edges=step.edges,
+        **mean_since(totals[-1], totals[-1 - _COUNTED], _COUNTED),
         tiers=tuple(
             TierStatistics(tier.name, arena.capacity, arena.reserved, arena.high_water)
             for tier, arena in sorted(world.residency.chain.arenas.items())
@@ -176,9 +170,17 @@ def _run_step(world: World, compute: ComputeActor) -> Generator[None, None, None
 
 
 def _spent(world: World, compute: ComputeActor) -> Spent:
-    busy = (*world.cores.busy, *world.drive.busy)
-    edges = {edge.name: float(edge.nbytes) for edge in world.counters.snapshot().total.edges}
-    return Spent(world.clock.now, dict(compute.phases), dict(world.stalls), busy, edges)
+    (computing, updating), (reading, writing) = world.cores.busy, world.drive.busy
+    return Spent(
+        seconds=world.clock.now,
+        phases=dict(compute.phases),
+        stalls=dict(world.stalls),
+        computing=computing,
+        updating=updating,
+        reading=reading,
+        writing=writing,
+        edges={edge.name: float(edge.nbytes) for edge in world.counters.snapshot().total.edges},
+    )
 
 
 def _kept(world: World) -> dict[str, int]:

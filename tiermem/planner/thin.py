@@ -14,7 +14,7 @@ late in none of seventy), and how units that differ in seconds are mixed, since 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tiermem.memory.arena import rounded
@@ -22,7 +22,7 @@ from tiermem.pager.page import Kind
 from tiermem.planner.design import Design, UnitTimes
 from tiermem.planner.device import EXPOSED, DeviceFootprint, leased_nbytes
 from tiermem.planner.parts import unit_sizes
-from tiermem.planner.simulate import Simulation
+from tiermem.planner.simulate import Simulation, combined
 from tiermem.planner.workload import UnitWork, Workload
 from tiermem.stats import TierStatistics
 from tiermem.zero3.order import Phase
@@ -222,20 +222,9 @@ def drawn_out(
     def number(one: float, other: float) -> float:
         return max(0.0, one + (other - one) * reach)
 
-    def table(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
-        return {name: number(one.get(name, 0.0), other.get(name, 0.0)) for name in {**one, **other}}
-
     one, other = short[1], longer[1]
-    phases = table(one.phases, other.phases)
     return Simulation(
-        seconds=number(one.seconds, other.seconds),
-        phases=phases,
-        stalls=table(one.stalls, other.stalls),
-        computing=number(one.computing, other.computing),
-        updating=number(one.updating, other.updating),
-        reading=number(one.reading, other.reading),
-        writing=number(one.writing, other.writing),
-        edges=table(one.edges, other.edges),
+        **combined(one, other, number),
         tiers=tuple(_tiers(one.tiers, other.tiers, whole, number)),
         plan=other.plan,
     )
