@@ -133,8 +133,8 @@ class Arena(Protocol):
         """Give everything back."""
 
 
-class LiveFrames:
-    """What both kinds of arena do alike: their budget, the frames handed out, and what is refused in the same words."""
+class LiveFrames(Budget):
+    """What both kinds of arena are: a budget of which frames are handed out, and what they refuse in the same words."""
 
     def __init__(self, tier: Tier, capacity: int, *, poison: bool) -> None:
         if capacity < FRAME_ALIGNMENT:
@@ -142,32 +142,17 @@ class LiveFrames:
                 f"expected a {tier.name} budget of at least {FRAME_ALIGNMENT} bytes, found {capacity}; "
                 f"raise {tier.name.lower()}_memory"
             )
-        self._budget = Budget(tier, capacity)
+        super().__init__(tier, capacity)
         self._poison = poison
         self._live: dict[int, Frame] = {}
         self._closed = False
-
-    @property
-    def capacity(self) -> int:
-        """Bytes all frames together may occupy."""
-        return self._budget.capacity
-
-    @property
-    def reserved(self) -> int:
-        """Bytes live frames occupy."""
-        return self._budget.reserved
-
-    @property
-    def high_water(self) -> int:
-        """Most bytes that were ever reserved."""
-        return self._budget.high_water
 
     def _reserve(self, nbytes: int) -> int | None:
         """Reserve a frame's bytes; return how many a frame of `nbytes` takes, None if the budget has no room now."""
         if nbytes < 1 or self._closed:
             raise InvariantError(f"a frame of {nbytes} bytes was asked of {'a closed' if self._closed else 'an'} arena")
         taken = rounded(nbytes)
-        return taken if self._budget.try_reserve(taken) else None
+        return taken if self.try_reserve(taken) else None
 
     def _forget(self, frame: Frame) -> None:
         """Take a frame out of those that are live; the bytes stay reserved."""
@@ -221,13 +206,13 @@ class HostArena(LiveFrames):
         if placement is None and self._add_area():
             placement = self._ranges.allocate(length)
         if placement is None:
-            self._budget.release(length)
+            self.release(length)
             return None
         try:
             self._cool(placement)  # before the frame is touched: see the guarantee
         except BaseException:
             self._ranges.take_back(placement)
-            self._budget.release(length)
+            self.release(length)
             raise
         area, offset = self._locate(placement.start)
         area.use_whole(offset, length)
@@ -247,14 +232,14 @@ class HostArena(LiveFrames):
         if self._poison:
             frame.tensor.fill_(POISON)
         self._ranges.release(frame.offset)
-        self._budget.release(frame.nbytes)
+        self.release(frame.nbytes)
 
     def clearing(self, nbytes: int, candidates: Sequence[Frame]) -> list[Frame] | None:
         """Which of `candidates`, the first ones first, must be freed before `allocate(nbytes)` succeeds; None: too few.
 
         Only bytes count here: addresses are plenty.
         """
-        return first_ones(candidates, rounded(nbytes) - self._budget.free)
+        return first_ones(candidates, rounded(nbytes) - (self.capacity - self.reserved))
 
     def fence(self) -> None:
         """Nothing is asked of a processor that it has not done when the call returns."""

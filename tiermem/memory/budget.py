@@ -38,11 +38,6 @@ class Budget:
         return self._reserved
 
     @property
-    def free(self) -> int:
-        """Bytes that may still be reserved."""
-        return self._capacity - self._reserved
-
-    @property
     def high_water(self) -> int:
         """Most bytes ever reserved."""
         return self._high_water

@@ -119,7 +119,7 @@ class SlabArena(LiveFrames):
             return None
         start = self._place(length)
         if start is None:
-            self._budget.release(length)
+            self.release(length)
             return None
         self._free.remove(start, start + length)
         frame = self._slab.frame(start, nbytes, length)
@@ -140,7 +140,7 @@ class SlabArena(LiveFrames):
         if frame.fences:
             self._freed.append(_Freed(frame.offset, frame.offset + frame.nbytes, frame.fences))
         self._free.add(frame.offset, frame.offset + frame.nbytes)
-        self._budget.release(frame.nbytes)
+        self.release(frame.nbytes)
 
     def clearing(self, nbytes: int, candidates: Sequence[Frame]) -> list[Frame] | None:
         """Which of `candidates` must be freed before `allocate(nbytes)` succeeds; None if freeing all is not enough.
