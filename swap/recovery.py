@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from swap.buffers import AlignedBuffer
 from swap.commit import CommitStore
@@ -99,7 +98,6 @@ def recover(
     *,
     key: Callable[[str], Hashable] = str,
     verify_bytes: bool = True,
-    verify_mode: Literal["first", "all"] = "first",
     spares: Callable[[Manifest], Iterable[tuple[str, Extent]]] | None = None,
     generation: int | None = None,
 ) -> Recovered | None:
@@ -108,8 +106,8 @@ def recover(
     `key` turns the text of a manifest's entry into the key of the generations; it may raise ValueError. `spares` says
     which extents keys have to spare, if the manifest's `user` tells. Reads every extent and compares its checksum
     unless told otherwise. Raises FormatError if manifest and files do not belong together, ChecksumError or SwapIOError
-    for a damaged extent, FormatError for several with "all", saying how many. After an error the space is fit for
-    nothing but `close`.
+    for a damaged extent, FormatError for several, saying how many. After an error the space is fit for nothing but
+    `close`.
     """
     manifest = store.read_latest() if generation is None else store.read(generation)
     if manifest is None:
@@ -126,7 +124,7 @@ def recover(
         mark = generations.adopt(manifest.entries, key, spares=spares(manifest) if spares else ())
     except (SwapError, ValueError) as error:
         raise FormatError(f"the last commit in {store.directory!r} does not fit its swap files: {error}") from error
-    errors = verify(space, manifest.entries, mode=verify_mode) if verify_bytes else []
+    errors = verify(space, manifest.entries) if verify_bytes else []
     if len(errors) == 1:
         raise errors.pop()
     if errors:
@@ -135,8 +133,8 @@ def recover(
     return Recovered(manifest, generations, mark)
 
 
-def verify(space: SwapSpace, entries: Iterable[Entry], *, mode: Literal["first", "all"] = "first") -> list[SwapIOError]:
-    """Read every extent and compare its checksum. Waits. Returns the errors with "all", raises the first otherwise.
+def verify(space: SwapSpace, entries: Iterable[Entry]) -> list[SwapIOError]:
+    """Read every extent and compare its checksum; the errors, in the order of the extents on disk. Waits.
 
     The extents must be allocated or claimed in the space. Needs room for a few of the largest of them in memory.
     """
@@ -158,12 +156,8 @@ def verify(space: SwapSpace, entries: Iterable[Entry], *, mode: Literal["first",
     for entry in ordered:
         if not free:
             end_one()
-        if errors and mode == "first":
-            break
         view = free.pop()
         pending.append((space.start_read(entry.extent, view[: entry.nbytes], expected=entry.checksum), view))
     while pending:
         end_one()
-    if errors and mode == "first":
-        raise errors.pop(0)
     return errors

@@ -672,18 +672,13 @@ def test_a_flipped_bit_in_any_extent_is_found(tmp_path: Path) -> None:
         flip(tmp_path / "r0.swapfile", entry.extent.pieces[0].offset + 4097)
     before = (tmp_path / "r0.swapfile").read_bytes()
     run = Run(tmp_path, keep=True)
-    with pytest.raises(ChecksumError, match=f"offset {min(e.extent.pieces[0].offset for e in entries[:2])}"):
+    first = min(entry.extent.pieces[0].offset for entry in entries[:2])
+    damage = f"2 extents of the last commit are damaged, the first: read of 8192 bytes at offset {first} "
+    with pytest.raises(FormatError, match=damage):
         recover(run.space, run.store)
     with pytest.raises(SwapError):  # claimed by the attempt before
         recover(run.space, run.store)
-    errors = verify(run.space, entries, mode="all")
-    assert len(errors) == 2
-    with pytest.raises(ChecksumError):
-        verify(run.space, entries)
-    run.space.close()
-    run = Run(tmp_path, keep=True)
-    with pytest.raises(FormatError, match="2 extents of the last commit are damaged, the first: read of 8192"):
-        recover(run.space, run.store, verify_mode="all")
+    assert [type(error) for error in verify(run.space, entries)] == [ChecksumError, ChecksumError]
     run.space.close()
     assert (tmp_path / "r0.swapfile").read_bytes() == before
     run = Run(tmp_path, keep=True)

@@ -497,7 +497,7 @@ def test_completion_threads_and_a_loop_that_marks(tmp_path: Path) -> None:
             if mark is not None:
                 generations.release(mark)
             mark = fresh
-            assert swap.verify(space, mark.entries(), mode="all") == []
+            assert swap.verify(space, mark.entries()) == []
         found = generations.statistics()
         assert found.keys == 16
         assert space.statistics().allocated == found.current + found.marked + found.spare <= 2 * 16 * 8 * UNIT

@@ -127,7 +127,7 @@ def verify(paths: Sequence[Path]) -> SnapshotReport:
         snapshot = open_snapshot(paths[0])
         return _of_snapshot(snapshot, errors=list(snapshot.verify()))
     with _opened(paths) as (manifest, space, _):
-        errors = swap.verify(space, manifest.entries, mode="all")
+        errors = swap.verify(space, manifest.entries)
     return _of_commit(paths, manifest, in_use=False, errors=[str(error) for error in errors])
 
 

@@ -271,7 +271,6 @@ def _recover(config: Config, space: SwapSpace, store: CommitStore, generation: i
         store,
         key=page_key,
         verify_bytes=config.verify != "never",
-        verify_mode="all",
         spares=lambda manifest: from_rows(manifest.user["spares"]),
         generation=generation,
     )
