@@ -294,7 +294,7 @@ def test_an_update_that_was_queued_when_the_interrupt_came_is_done_once(budget, 
 
 
 COUNTING = {
-    "asking": (UpdateCoordinator, "_start_unit"),
+    "asking": (UpdateCoordinator, "_updates"),
     "counting": (tiermem.AdamW, "count"),
     "claiming": (GradientLedger, "claimed"),
     "queueing": (Updater, "start"),

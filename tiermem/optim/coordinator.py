@@ -12,7 +12,7 @@ The exception is "backward" with one optimizer that does not clip: there updates
 from __future__ import annotations
 
 import weakref
-from collections.abc import Container, Mapping, MutableMapping, MutableSet, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, MutableMapping, MutableSet, Sequence
 from functools import partial
 
 import torch
@@ -118,7 +118,10 @@ class UpdateCoordinator:
         ready = set(self._present(source))
         units = [unit for unit in self._units if not ready.isdisjoint(self._gradients.present(unit))]
         for unit in units:
-            self._start_unit(unit, source)
+            mine = [p for p in self._gradients.present(unit) if self._source_of.get(p) is source]
+            for _, settings, update in self._updates(unit, mine):
+                forget_scales = partial(self._scales.forget, list(settings))
+                self._speculation.claims.make(Claim(source, settings, update, on_claimed=forget_scales))
         if self._schedule.waits:
             self.wait_updates()
         return StepResult(norm, skipped=False, outdated=outdated)
@@ -240,20 +243,18 @@ class UpdateCoordinator:
 
     # Inside.
 
-    def _start_unit(self, unit: int, source: SettingsSource) -> None:
-        """Queue the update of what has a gradient in a unit and belongs to `source`."""
-        present = self._gradients.present(unit)
-        mine = [p for p in present if self._source_of.get(p) is source]
-        by_scale: dict[float, list[int]] = {}
-        for parameter in mine:
-            by_scale.setdefault(self._scales.of(parameter), []).append(parameter)
-        left = len(present)
-        for scale, parameters in by_scale.items():
-            left -= len(parameters)
-            settings = source.settings(parameters)
-            update = _update(self._units[unit], settings, scale=scale, last=left == 0)
-            forget_scales = partial(self._scales.forget, parameters)
-            self._speculation.claims.make(Claim(source, settings, update, on_claimed=forget_scales))
+    def _updates(
+        self, unit: int, parameters: Iterable[int]
+    ) -> Iterator[tuple[SettingsSource, Mapping[int, Settings], UnitUpdate]]:
+        """The updates of these parameters of a unit, one for each optimizer and each factor of gradients."""
+        groups: dict[tuple[SettingsSource, float], list[int]] = {}
+        for parameter in parameters:
+            groups.setdefault((self._source_of[parameter], self._scales.of(parameter)), []).append(parameter)
+        left = len(self._gradients.present(unit))
+        for (source, scale), numbers in groups.items():
+            left -= len(numbers)
+            settings = source.settings(numbers)
+            yield source, settings, _update(self._units[unit], settings, scale=scale, last=left == 0)
 
     def _start_early(self, unit: int) -> bool:
         """Queue the update of what has a gradient in a unit, before it is known whether the step clips or is skipped.
@@ -270,20 +271,12 @@ class UpdateCoordinator:
             return False
         if self._speculation.given_up:
             return False  # as `begin` would say, after a look at every norm
-        present = self._gradients.present(unit)
-        mine = [p for p in present if p in self._source_of]
+        mine = [p for p in self._gradients.present(unit) if p in self._source_of]
         if mine and (self._scales.know(mine) or not self._scales.are_finite(mine)):
             self._speculation.give_up()
         if not mine or not self._speculation.begin(for_good=self._for_good):
             return False
-        by_source: dict[SettingsSource, list[int]] = {}
-        for parameter in mine:
-            by_source.setdefault(self._source_of[parameter], []).append(parameter)
-        left = len(present)
-        for source, parameters in by_source.items():
-            left -= len(parameters)
-            settings = source.settings(parameters)
-            update = _update(self._units[unit], settings, scale=1.0, last=left == 0)
+        for source, settings, update in self._updates(unit, mine):
             self._speculation.start(source, update, settings)
         return True
 
