@@ -21,7 +21,7 @@ from tiermem.zero3.conductor import Conductor
 from tiermem.zero3.exchange import RankGradients
 from tiermem.zero3.neighbours import Gradients
 from tiermem.zero3.reduce import GradientStore
-from tiermem.zero3.sources import Access, LocalUnits, RankUnits, UnitSource
+from tiermem.zero3.sources import LocalUnits, RankAccess, RankUnits, UnitSource
 from tiermem.zero3.whole import WholeUnits
 
 # Of the host budget, for gradients that wait beside it for those of the next micro-batch: a unit's, for whose
@@ -75,7 +75,7 @@ def open_exchanges(
             updater.wait(unit)
 
     kind = WholeUnits if blueprint.stage < 3 else RankUnits
-    source: UnitSource = kind(Access(pager, shards, conductor, needed, blueprint.beside))
+    source: UnitSource = kind(RankAccess(pager, shards, conductor, needed, blueprint.beside))
     for unit in blueprint.states if storage.recovered is not None else ():
         source.changed(unit)  # by updates of which the other ranks had not told before the commit
     # Beside the computation host memory has room for one bucket that is filled and one that is exchanged, a device not.

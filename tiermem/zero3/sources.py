@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -28,6 +29,8 @@ _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 class UnitSource:
     """Gives out units by number; one that fetches nothing ahead only knows how to take them."""
 
+    _ahead: tuple[int, Future[Any]] | None = None
+
     def take(self, unit: int, *, writable: bool) -> HeldUnit:
         """Hold a unit; waits. Collective: all ranks take the same units in the same order."""
         raise NotImplementedError
@@ -38,7 +41,7 @@ class UnitSource:
     @property
     def ahead(self) -> int | None:
         """The unit that is fetched ahead, if there is one."""
-        return None
+        return None if self._ahead is None else self._ahead[0]
 
     def give_up(self) -> None:
         """Give back what was fetched ahead and not taken: it may change."""
@@ -131,10 +134,10 @@ HeldUnit = Leased | _Gathered
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
+class RankAccess:
     """What a source of units over several ranks works with.
 
-    `needed(unit)` waits until no update of the unit is pending; the issuer calls it too if `ahead`: whether there is
+    `needed(unit)` waits until no update of the unit is pending; the issuer calls it too if `roomy`: whether there is
     room for a unit on its way beside the one that is computed.
     """
 
@@ -142,15 +145,16 @@ class Access:
     shards: Sequence[Shard]
     conductor: Conductor
     needed: Callable[[int], None]
-    ahead: bool
+    roomy: bool
 
 
 class RankUnits(UnitSource):
     """Several ranks, each with a shard of every unit, which is gathered anew every time."""
 
-    def __init__(self, access: Access) -> None:
+    _ahead: tuple[int, Future[_Gathered]] | None = None
+
+    def __init__(self, access: RankAccess) -> None:
         self._access = access
-        self._ahead: tuple[int, Future[_Gathered]] | None = None
 
     def take(self, unit: int, *, writable: bool) -> HeldUnit:
         """Gather the unit from all ranks, or wait for it if that has begun."""
@@ -161,14 +165,9 @@ class RankUnits(UnitSource):
         self.give_up()
         return self._access.conductor.run(self._gathering(unit, writable=writable)).arrived()
 
-    @property
-    def ahead(self) -> int | None:
-        """See `UnitSource`."""
-        return None if self._ahead is None else self._ahead[0]
-
     def start(self, unit: int) -> None:
         """Begin to gather a unit ahead, where there is room for that."""
-        if self._access.ahead and (self._ahead is None or self._ahead[0] != unit):
+        if self._access.roomy and self.ahead != unit:
             self.give_up()
             self._ahead = unit, self._access.conductor.start(self._gathering(unit, writable=False))
 

@@ -6,23 +6,18 @@ is due. Guarantees that a unit which was updated is completed from the other ran
 
 from __future__ import annotations
 
-from tiermem.future import Future
 from tiermem.pager.lease import Lease
 from tiermem.pager.page import Intent
 from tiermem.zero3.conductor import Act, Operation
-from tiermem.zero3.sources import Access, HeldUnit, Leased, UnitSource, sections
+from tiermem.zero3.sources import HeldUnit, Leased, RankAccess, UnitSource, sections
 
 
 class WholeUnits(UnitSource):
-    """Several ranks that each have all parameters, and update a part of them (ZeRO's stages 1 and 2).
+    """Several ranks that each have all parameters, and update a part of them (ZeRO's stages 1 and 2)."""
 
-    A unit that was updated is completed from the other ranks before it is used again, once.
-    """
-
-    def __init__(self, access: Access) -> None:
+    def __init__(self, access: RankAccess) -> None:
         self._access = access
         self._stale: set[int] = set()
-        self._ahead: tuple[int, Future[None]] | None = None
 
     def changed(self, unit: int) -> None:
         """The ranks update their parts of this unit; all of them say so, for the same units."""
@@ -41,14 +36,9 @@ class WholeUnits(UnitSource):
         key = self._access.shards[unit].layout.key
         return Leased(self._access.pager.lease([key], Intent.WRITE if writable else Intent.READ), key)
 
-    @property
-    def ahead(self) -> int | None:
-        """See `UnitSource`."""
-        return None if self._ahead is None else self._ahead[0]
-
     def start(self, unit: int) -> None:
         """Begin to complete a unit ahead, where there is room for that."""
-        if self._access.ahead and unit in self._stale and (self._ahead is None or self._ahead[0] != unit):
+        if self._access.roomy and unit in self._stale and self.ahead != unit:
             self.give_up()
             self._ahead = unit, self._access.conductor.start(self._completing(unit))
 
