@@ -173,10 +173,10 @@ def test_pairs_that_are_added_wrongly_are_not_used():
         def add_both(*arrays, adds, total):
             return team.add_both(*arrays, adds=False, total=total)
 
-    assert norms._add_together(team, loops)
-    assert not norms._add_together(NeverAdds, loops)
-    assert not norms._add_together(OneLeftOut, loops)
-    assert not norms._add_together(WrongTotal, loops)
+    assert norms._are_right_in_pairs(team, loops)
+    assert not norms._are_right_in_pairs(NeverAdds, loops)
+    assert not norms._are_right_in_pairs(OneLeftOut, loops)
+    assert not norms._are_right_in_pairs(WrongTotal, loops)
 
 
 def test_what_waits_is_no_more_than_may_and_can_be_paired():
@@ -236,7 +236,7 @@ def test_a_norm_on_a_device_is_not_looked_at():
     assert (norm.device.type, norm.dtype, norm.shape) == ("meta", torch.float32, ())
 
 
-@pytest.mark.parametrize(("check", "find"), [("_add_up", "compiled_loops"), ("_add_together", "team_loops")])
+@pytest.mark.parametrize(("check", "find"), [("_are_right", "compiled_loops"), ("_are_right_in_pairs", "team_loops")])
 def test_loops_that_do_not_pass_are_not_there(monkeypatch, check, find):
     assert (getattr(norms, find).__wrapped__() is None) is (getattr(norms, find)() is None)
     monkeypatch.setattr(norms, check, lambda *_: False)
@@ -244,7 +244,7 @@ def test_loops_that_do_not_pass_are_not_there(monkeypatch, check, find):
 
 
 @pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="needs a signal that comes to the first thread")
-@pytest.mark.parametrize(("check", "find"), [("_add_up", "compiled_loops"), ("_add_together", "team_loops")])
+@pytest.mark.parametrize(("check", "find"), [("_are_right", "compiled_loops"), ("_are_right_in_pairs", "team_loops")])
 def test_an_alarm_amid_the_trial_is_raised_and_the_loops_are_used_afterwards(monkeypatch, check, find):
     found, real = getattr(norms, find)(), getattr(norms, check)
     if found is None:
@@ -307,11 +307,11 @@ def test_loops_that_add_up_wrongly_are_not_used(monkeypatch):
         def sum_of_squares(bits):
             return min(loops.sum_of_squares(bits), 3e38)
 
-    assert norms._add_up(loops)
-    assert not norms._add_up(WrongCopy)
-    assert not norms._add_up(Finite)
-    assert not norms._add_up(WrongSquares)
-    assert not norms._add_up(WrongSums)
+    assert norms._are_right(loops)
+    assert not norms._are_right(WrongCopy)
+    assert not norms._are_right(Finite)
+    assert not norms._are_right(WrongSquares)
+    assert not norms._are_right(WrongSums)
 
 
 @pytest.mark.parametrize("size", [1.0, 1e25])

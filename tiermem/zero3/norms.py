@@ -124,7 +124,7 @@ def may_pair(flat: torch.Tensor) -> bool:
 def team_loops() -> ModuleType | None:
     """`team.py`, or None where it has no use. Compiles at the first call: two seconds, once."""
     loops = compiled_loops()
-    return None if loops is None else _tried("tiermem.zero3.team", lambda team: _add_together(team, loops))
+    return None if loops is None else _tried("tiermem.zero3.team", lambda team: _are_right_in_pairs(team, loops))
 
 
 def _team() -> ModuleType:
@@ -134,7 +134,7 @@ def _team() -> ModuleType:
     return team
 
 
-def _add_together(team: ModuleType, loops: ModuleType) -> bool:
+def _are_right_in_pairs(team: ModuleType, loops: ModuleType) -> bool:
     """Whether pairs have the sums that torch has, and the squares of these."""
     bits = np.random.default_rng(11).integers(-0x8000, 0x8000, (3, 5 * loops.BLOCK + 7)).astype(np.int16)
     bits &= np.int16(-0x4001)
@@ -150,7 +150,7 @@ def _add_together(team: ModuleType, loops: ModuleType) -> bool:
 @functools.cache
 def compiled_loops() -> ModuleType | None:
     """`squares.py`, or None where it has no use. Compiles at the first call: a second, once."""
-    return _tried("tiermem.zero3.squares", _add_up)
+    return _tried("tiermem.zero3.squares", _are_right)
 
 
 def _tried(name: str, is_right: Callable[[ModuleType], bool]) -> ModuleType | None:
@@ -171,7 +171,7 @@ def _tried(name: str, is_right: Callable[[ModuleType], bool]) -> ModuleType | No
         return None
 
 
-def _add_up(loops: ModuleType) -> bool:
+def _are_right(loops: ModuleType) -> bool:
     """Whether the loops have the sum that numpy has, copy and add as they should, and tell infinity and NaN."""
     bits = np.random.default_rng(7).integers(-0x8000, 0x8000, 3 * 4096 + 5).astype(np.int16)
     bits &= np.int16(-0x4001)  # exponents below that of 1: squares can be added in float32
