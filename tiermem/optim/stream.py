@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -88,13 +87,11 @@ class UnitStream:
         self._workspace = workspace if workspace is not None else Workspace(shares=Shares(update_threads()))
         self._on_device = on_device
         self._device_workspace: Workspace | None = None  # made on the worker, whose stream its memory then belongs to
-        self._lock = threading.Lock()
-        self._done = StreamStatistics()
+        self._done = StreamStatistics()  # replaced as a whole, on the loop only
 
     def statistics(self) -> StreamStatistics:
         """What has been done so far. Any thread."""
-        with self._lock:
-            return self._done
+        return self._done
 
     def close(self) -> None:
         """End the threads that share the kernel's work; call it when no update runs any more."""
@@ -267,6 +264,5 @@ class UnitStream:
         adamw_tile(parameter, grad.view(state.dtype), planes, loaded.work.runs, workspace, update.grad_scale)
 
     def _count(self, *, units: int = 0, tiles: int = 0, device_tiles: int = 0) -> None:
-        with self._lock:
-            done = self._done
-            self._done = StreamStatistics(done.units + units, done.tiles + tiles, done.device_tiles + device_tiles)
+        done = self._done
+        self._done = StreamStatistics(done.units + units, done.tiles + tiles, done.device_tiles + device_tiles)
