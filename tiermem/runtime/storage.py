@@ -8,6 +8,7 @@ after an error and then raises it, and that what an earlier run has committed st
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -151,55 +152,40 @@ def open_storage(
         ResumeError: the commit does not fit its files, or one was made since `beginning` was found.
         swap.SwapError: a directory is missing, read-only, full, in use, or holds somebody else's or damaged files.
     """
-    try:
-        return _open(config, beginning, blueprint, swap_nbytes, device, alone=alone)
-    except BaseException:
+    with ExitStack() as opened:
         if device is not None:
-            device.close()
-        raise
-
-
-def _open(
-    config: Config, beginning: Beginning, blueprint: Blueprint, swap_nbytes: int, device: Device | None, *, alone: bool
-) -> Storage:
-    if config.direct is True and config.io_backend == "aiofiles":
-        raise ConfigError("direct=True, but io_backend='aiofiles' goes through the page cache; use 'threads'")
-    timeline = Timeline(capacity=_TIMELINE_EVENTS)
-    counters = Counters(on_step=lambda started, ended: timeline.record("step", STEP_LANE, started, ended))
-    rhythm = CommitRhythm(lambda: counters.steps, rereads=alone)
-    store = CommitStore(config.swap_paths, name=SPACE_NAME, stall_seconds=config.stall_timeout)
-    resumed = beginning.manifest is not None
-    # Before the files: a run that does not get its memory takes nothing from the one before. In a resume after the
-    # look at all bytes, which needs memory of its own.
-    arenas = [] if resumed else _make_arenas(config, blueprint, device)
-    try:
+            opened.callback(device.close)
+        if config.direct is True and config.io_backend == "aiofiles":
+            raise ConfigError("direct=True, but io_backend='aiofiles' goes through the page cache; use 'threads'")
+        timeline = Timeline(capacity=_TIMELINE_EVENTS)
+        counters = Counters(on_step=lambda started, ended: timeline.record("step", STEP_LANE, started, ended))
+        rhythm = CommitRhythm(lambda: counters.steps, rereads=alone)
+        store = CommitStore(config.swap_paths, name=SPACE_NAME, stall_seconds=config.stall_timeout)
+        resumed = beginning.manifest is not None
+        # Before the files: a run that does not get its memory takes nothing from the one before. In a resume after the
+        # look at all bytes, which needs memory of its own.
+        arenas = [] if resumed else _make_arenas(config, blueprint, device)
+        opened.callback(lambda: close_all([arena.close for arena in arenas]))
         space = _open_space(config, beginning, swap_nbytes)
-        try:
-            if config.direct is True and not space.direct:
-                raise ConfigError(
-                    "direct=True, but a swap directory refuses O_DIRECT; use direct='auto' or another drive"
-                )
-            if not (resumed or config.overwrite):  # again, now that nobody else has these directories
-                latest = store.read_latest()
-                if latest is not None and latest.generation != beginning.given_up:
-                    refuse_committed(config, latest)
-            recovered = _recover(config, space, store, beginning.generation) if resumed else None
-            extents = Extents(
-                space,
-                recovered.generations if recovered else None,
-                likely=rhythm.likely if config.commits or resumed else lambda: False,
-                compare=config.verify == "always",
-                plain=_claim_plain(space, recovered) if recovered else None,
-            )
-            arenas = arenas or _make_arenas(config, blueprint, device)
-            chain = _make_chain(arenas, blueprint, device, extents)
-            pager = Pager(chain, _appetites(blueprint), counters=counters, timeline=timeline)
-        except BaseException:
-            space.close()
-            raise
-    except BaseException:
-        close_all([arena.close for arena in arenas])
-        raise
+        opened.callback(space.close)
+        if config.direct is True and not space.direct:
+            raise ConfigError("direct=True, but a swap directory refuses O_DIRECT; use direct='auto' or another drive")
+        if not (resumed or config.overwrite):  # again, now that nobody else has these directories
+            latest = store.read_latest()
+            if latest is not None and latest.generation != beginning.given_up:
+                refuse_committed(config, latest)
+        recovered = _recover(config, space, store, beginning.generation) if resumed else None
+        extents = Extents(
+            space,
+            recovered.generations if recovered else None,
+            likely=rhythm.likely if config.commits or resumed else lambda: False,
+            compare=config.verify == "always",
+            plain=_claim_plain(space, recovered) if recovered else None,
+        )
+        arenas = arenas or _make_arenas(config, blueprint, device)
+        chain = _make_chain(arenas, blueprint, device, extents)
+        pager = Pager(chain, _appetites(blueprint), counters=counters, timeline=timeline)
+        opened.pop_all()
     beside = blueprint.beside_nbytes
     return Storage(space, extents, store, recovered, chain.arenas, device, pager, counters, timeline, rhythm, beside)
 
