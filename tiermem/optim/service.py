@@ -119,7 +119,7 @@ class GradientBook(Protocol):
 
 
 class UpdateQueue(Protocol):
-    """Carries updates out; the `Updater`, or a fake in tests."""
+    """Carries updates out: the `Updater`, or what the runtime puts before it."""
 
     def prepare(self) -> None:
         """Do what need only be done once, before there is something to update. Raises TiermemError if that fails."""

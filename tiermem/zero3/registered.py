@@ -1,12 +1,15 @@
 """Whether modules still have the parameters that were offloaded.
 
 Owns, for each module, which of its attributes were offloaded parameters. Does not know their values. Guarantees that a
-call of a module in which something without values has taken their place (`model.to("meta")`, `to_empty`, a parameter
-made from a placeholder), or another offloaded parameter (weights tied too late: what has gone would be saved as it
-was), is an error, and that theirs are registered again then; and that so is a call of a module in which their place is
-empty, and what was put beside it is NaN, because it was computed while they were paged out (`weight_norm`,
-`spectral_norm`, pruning). Others with values, which users put there on purpose (`torch.func.functional_call`, another
-head), are left alone.
+call of a module is an error where
+
+- something without values has taken their place (`model.to("meta")`, `to_empty`, a parameter made from a placeholder);
+- another offloaded parameter has (weights tied too late: what has gone would be saved as it was);
+- their place is empty, and what was put beside it is NaN, because it was computed while they were paged out
+  (`weight_norm`, `spectral_norm`, pruning).
+
+In the first two cases they are registered again. What has values and was put there on purpose
+(`torch.func.functional_call`, another head) is left alone.
 """
 
 from __future__ import annotations
