@@ -1,6 +1,7 @@
 """The errors and the one warning of the swap engine.
 
-Owns the exception classes and the wording of a failed transfer. Knows nothing of who raises them. Guarantees one root,
+Owns the exception classes, the wording of a failed transfer, and the way from an OSError to both. Knows nothing of who
+raises them. Guarantees one root,
 `SwapError` (arguments that cannot be meant are a ValueError), and that an error about a file carries operation, path,
 offset, length and errno both as attributes and in its message. Errors are recorded by worker threads and raised by
 whoever waits, so building one never fails.
@@ -8,9 +9,10 @@ whoever waits, so building one never fails.
 
 from __future__ import annotations
 
+import contextlib
 import errno as errno_names
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 # By which a system says that a file cannot grow: the disk, a quota, or the limit of a file's size.
@@ -142,6 +144,30 @@ class SwapTimeoutError(SwapError, TimeoutError):
 
 class DirectIOWarning(RuntimeWarning):
     """A file system refuses O_DIRECT; transfers go through the page cache, slower and outside the memory budget."""
+
+
+@contextlib.contextmanager
+def reporting(
+    operation: str,
+    path: str | os.PathLike[str],
+    *,
+    offset: int = 0,
+    length: int = 0,
+    full: Callable[[int], SwapFullError] | None = None,
+) -> Iterator[None]:
+    """Make an OSError of the body a SwapIOError; where there is no room, what `full(errno)` makes, if it is given.
+
+    Not around what opens a file: an interrupt that comes as the body ends would leave it open.
+    """
+    try:
+        yield
+    except SwapError:
+        raise
+    except OSError as error:
+        code = error.errno or errno_names.EIO
+        if full is not None and code in NO_SPACE:
+            raise full(code) from error
+        raise SwapIOError(operation, path, offset=offset, length=length, errno=code) from error
 
 
 def why_full(free_bytes: Callable[[], int], code: int, needed: int) -> str:

@@ -22,7 +22,7 @@ from typing import Self
 from swap import superblock
 from swap.blocks import ALIGNMENT, is_aligned
 from swap.buffers import AlignedBuffer
-from swap.errors import NO_SPACE, FormatError, SwapClosedError, SwapFullError, SwapIOError, why_full
+from swap.errors import NO_SPACE, FormatError, SwapClosedError, SwapFullError, SwapIOError, reporting, why_full
 from swap.file_systems import file_system_of
 from swap.intact import has_all_blocks, require_intact
 from swap.locks import DirectoryLock, close_descriptor, in_use
@@ -196,10 +196,8 @@ class SwapFile:
     def _close_descriptor(self, fd: int, *, waiting: bool) -> None:
         """Close it; `waiting`: transfers are out, for which that may wait."""
         close = partial(close_descriptor, fd, self.path, self._system)
-        try:
+        with reporting("close", self.path):
             self._system.ask(close) if waiting else close()
-        except TimeoutError as error:
-            raise SwapIOError("close", self.path, errno=error.errno or errno.EIO) from error
 
     def _unlock(self, fd: int) -> None:
         with contextlib.suppress(OSError):  # it ends with the last descriptor
@@ -207,13 +205,12 @@ class SwapFile:
 
     def _claim(self) -> None:
         """Lock the file itself too: somebody may clear the directory of what looks old, such as the lock file."""
-        try:
-            self._system.lock(self._fd)
-        except BlockingIOError:
-            self.created = False
-            raise in_use(self.path, "unknown") from None
-        except OSError as error:
-            raise SwapIOError("lock", self.path, errno=error.errno or errno.EIO) from error
+        with reporting("lock", self.path):
+            try:
+                self._system.lock(self._fd)
+            except BlockingIOError:
+                self.created = False
+                raise in_use(self.path, "unknown") from None
 
     def _reserve_room(self, *, keep: bool) -> None:
         found = os.fstat(self._fd)
@@ -254,7 +251,7 @@ class SwapFile:
     def _reserve(self, before: int) -> None:
         needed = DATA_OFFSET + self.nbytes
         if self._lacks_room(needed):  # else a piece after the other would take what there is, of tmpfs the memory
-            raise self._full(OSError())
+            raise self._full(errno.ENOSPC)
         try:
             self._system.fallocate(self._fd, 0, needed)
             self.reserved = has_all_blocks(os.fstat(self._fd), needed)  # some file systems promise without doing it
@@ -262,7 +259,7 @@ class SwapFile:
             if error.errno in NO_SPACE:
                 with contextlib.suppress(OSError):  # what it had reserved by then would not be counted as free
                     self._system.truncate(self._fd, before)
-                raise self._full(error) from error
+                raise self._full(error.errno) from error
             if error.errno not in _CANNOT_RESERVE:
                 raise SwapIOError("reserve", self.path, length=needed, errno=error.errno or errno.EIO) from error
             self._truncate(max(before, needed))  # and fail later if others fill the disk
@@ -273,33 +270,25 @@ class SwapFile:
             return free + os.fstat(self._fd).st_blocks * 512 < needed
         return False
 
-    def _full(self, error: OSError) -> SwapFullError:
+    def _full(self, code: int) -> SwapFullError:
         needed, folder = DATA_OFFSET + self.nbytes, os.path.dirname(self.path) or "."
-        why = why_full(partial(self._system.free_bytes, folder), error.errno or errno.ENOSPC, needed)
+        why = why_full(partial(self._system.free_bytes, folder), code, needed)
         return SwapFullError(
             f"cannot reserve {needed} bytes for {self.path!r}: {why}; free some, raise the limit, or add another "
             "directory"
         )
 
     def _truncate(self, nbytes: int) -> None:
-        try:
+        with reporting("truncate", self.path, length=nbytes, full=self._full):
             self._system.truncate(self._fd, nbytes)
-        except OSError as error:
-            if error.errno in NO_SPACE:
-                raise self._full(error) from error
-            raise SwapIOError("truncate", self.path, length=nbytes, errno=error.errno or errno.EIO) from error
 
     def _write_superblock(self) -> None:
         """Write it and make it durable."""
         with AlignedBuffer(DATA_OFFSET) as buffer:
             buffer.view[:SUPERBLOCK_BYTES] = superblock.pack(Superblock(self.identity, self.nbytes))
-            try:
+            with reporting("write", self.path, length=DATA_OFFSET, full=self._full):
                 moved = self._system.pwritev(self._fd, buffer.view, 0)
                 self._system.fsync(self._fd)
-            except OSError as error:
-                if error.errno in NO_SPACE:
-                    raise self._full(error) from error
-                raise SwapIOError("write", self.path, length=DATA_OFFSET, errno=error.errno or errno.EIO) from error
             if moved != DATA_OFFSET:
                 raise SwapIOError("write", self.path, length=DATA_OFFSET, detail=f"only {moved} bytes were taken")
 
@@ -325,12 +314,13 @@ def look(path: str, system: SystemCalls) -> tuple[int | None, Superblock | None]
     except OSError as error:
         raise SwapIOError("open", path, errno=error.errno or errno.EIO) from error
     try:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode):
-            raise FormatError(f"expected {path!r} to be a swap file of this program, found something else{LEFT_ALONE}")
-        first = system.ask(lambda: os.pread(fd, SUPERBLOCK_BYTES, 0))
-    except OSError as error:
-        raise SwapIOError("read", path, length=SUPERBLOCK_BYTES, errno=error.errno or errno.EIO) from error
+        with reporting("read", path, length=SUPERBLOCK_BYTES):
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode):
+                raise FormatError(
+                    f"expected {path!r} to be a swap file of this program, found something else{LEFT_ALONE}"
+                )
+            first = system.ask(lambda: os.pread(fd, SUPERBLOCK_BYTES, 0))
     finally:
         close_descriptor(fd, path, system)
     return found.st_size, superblock.parse(first, path) if first else None

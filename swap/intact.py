@@ -14,7 +14,7 @@ import os
 from swap import superblock
 from swap.blocks import ALIGNMENT
 from swap.buffers import AlignedBuffer
-from swap.errors import SwapIOError
+from swap.errors import SwapIOError, reporting
 from swap.paths import is_same
 from swap.superblock import SUPERBLOCK_BYTES, Superblock
 from swap.syscalls import SystemCalls
@@ -52,16 +52,12 @@ def require_intact(fd: int, path: str, block: Superblock, system: SystemCalls, *
 
 def _is_in_place(fd: int, path: str, system: SystemCalls) -> bool:
     mine = os.fstat(fd)  # not within the call: one that was given up may outlive the descriptor
-    try:
+    with reporting("look at", path):
         return system.ask(lambda: is_same(path, mine))
-    except OSError as error:
-        raise SwapIOError("look at", path, errno=error.errno or errno.EIO) from error
 
 
 def _begins_with(fd: int, path: str, expected: bytes, system: SystemCalls) -> bool:
     with AlignedBuffer(ALIGNMENT) as buffer:
-        try:
+        with reporting("read", path, length=ALIGNMENT):
             system.preadv(fd, buffer.view, 0)
-        except OSError as error:
-            raise SwapIOError("read", path, length=ALIGNMENT, errno=error.errno or errno.EIO) from error
         return bytes(buffer.view[:SUPERBLOCK_BYTES]) == expected

@@ -15,7 +15,7 @@ import os
 import threading
 from collections.abc import Sequence
 
-from swap.errors import FormatError, SwapInUseError, SwapIOError
+from swap.errors import FormatError, SwapInUseError, SwapIOError, reporting
 from swap.paths import is_same, unlink_if_same
 from swap.syscalls import SystemCalls
 
@@ -146,10 +146,8 @@ def lock_holder(path: str, system: SystemCalls) -> int | None:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return None
     except BlockingIOError:
-        try:
+        with reporting("read", path):
             number = system.ask(lambda: os.pread(fd, _LONGEST, 0)).removeprefix(_MARK).strip()
-        except OSError as error:
-            raise SwapIOError("read", path, errno=error.errno or errno.EIO) from error
         return int(number) if number.isdigit() else -1
     except OSError:  # a file system without locks: whoever opens it is told
         return None
@@ -159,7 +157,5 @@ def lock_holder(path: str, system: SystemCalls) -> int | None:
 
 def close_descriptor(fd: int, path: str, system: SystemCalls) -> None:
     """Close it; it is closed even if that raises SwapIOError, as a file system over a network may have it do."""
-    try:
+    with reporting("close", path):
         system.close(fd)
-    except OSError as error:
-        raise SwapIOError("close", path, errno=error.errno or errno.EIO) from error

@@ -13,14 +13,15 @@ import itertools
 import os
 import re
 import stat
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
 
 from swap import manifest as format_of
-from swap.errors import NO_SPACE, FormatError, SwapError, SwapFullError, SwapIOError, why_full
+from swap.errors import FormatError, SwapFullError, SwapIOError, reporting, why_full
 from swap.manifest import Manifest
 from swap.paths import sync_directory
 from swap.syscalls import SystemCalls
+from swap.transfer import write_all
 
 _LARGEST = 1 << 32  # bytes of a manifest; a hundred million entries have less
 
@@ -149,7 +150,7 @@ class ManifestFiles:
         with self._reporting("write", path, len(packed)):
             fd = self._system.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
             try:
-                self._write_all(fd, memoryview(packed), path)
+                write_all(fd, memoryview(packed), 0, path=path, system=self._system)
                 self._system.fsync(fd)
             except BaseException:
                 with contextlib.suppress(OSError):
@@ -158,33 +159,19 @@ class ManifestFiles:
             finally:
                 self._system.close(fd)
 
-    def _write_all(self, fd: int, left: memoryview, path: str) -> None:
-        done = 0
-        while done < len(left):
-            moved = self._system.pwritev(fd, left[done:], done)
-            if moved == 0:
-                raise SwapIOError("write", path, length=len(left), detail="the device takes no more")
-            done += moved
+    def _reporting(self, operation: str, path: str, length: int = 0) -> AbstractContextManager[None]:
+        def full(code: int) -> SwapFullError:
+            why = why_full(partial(self._system.free_bytes, self.directory), code, length)
+            return SwapFullError(
+                f"no room for a manifest of {length} bytes in {self.directory!r}: {why}; the commit before holds"
+            )
 
-    @contextlib.contextmanager
-    def _reporting(self, operation: str, path: str, length: int = 0) -> Any:
-        try:
-            yield
-        except SwapError:
-            raise
-        except OSError as error:
-            code = error.errno or errno.EIO
-            if code in NO_SPACE:
-                why = why_full(partial(self._system.free_bytes, self.directory), code, length)
-                raise SwapFullError(
-                    f"no room for a manifest of {length} bytes in {self.directory!r}: {why}; the commit before holds"
-                ) from error
-            raise SwapIOError(operation, path, length=length, errno=code) from error
+        return reporting(operation, path, length=length, full=full)
 
 
 def _contents(path: str, system: SystemCalls, *, limit: int = _LARGEST) -> bytes:
     """The first `limit` bytes of a regular file, links not followed. Raises FormatError and SwapIOError."""
-    try:
+    with reporting("read", path):
         fd = system.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -192,8 +179,6 @@ def _contents(path: str, system: SystemCalls, *, limit: int = _LARGEST) -> bytes
             return system.ask(lambda: _read(fd, min(limit, os.fstat(fd).st_size)))
         finally:
             system.close(fd)
-    except OSError as error:
-        raise SwapIOError("read", path, errno=error.errno or errno.EIO) from error
 
 
 def _read(fd: int, nbytes: int) -> bytes:

@@ -8,7 +8,6 @@ has been removed again; and that what an earlier run has committed is there unti
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import warnings
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from swap.blocks import ALIGNMENT, align_down, align_up
-from swap.errors import DirectIOWarning, FormatError, SwapError, SwapIOError
+from swap.errors import DirectIOWarning, FormatError, SwapError, reporting
 from swap.file_systems import file_system_of
 from swap.files import DATA_OFFSET, SwapFile
 from swap.manifest_files import ManifestFiles
@@ -124,10 +123,8 @@ def _room(directory: Path, name: str, system: SystemCalls) -> tuple[int, int]:
 
 def _answered(directory: Path, name: str, patient: PatientSystemCalls, system: SystemCalls) -> tuple[int, int]:
     """As `_room`. Raises SwapIOError where the drive does not answer."""
-    try:
+    with reporting("look at", directory):
         return patient.ask(lambda: _room(directory, name, system))
-    except TimeoutError as error:
-        raise SwapIOError("look at", directory, errno=error.errno or errno.ETIMEDOUT) from error
 
 
 def _require_distinct(directories: Sequence[Path]) -> None:

@@ -6,32 +6,29 @@ alone.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
 
-from swap.errors import SwapIOError
+from swap.errors import SwapIOError, reporting
 from swap.syscalls import SystemCalls
 
 
 def sync_directory(directory: str, system: SystemCalls) -> None:
     """Make the names in a directory durable. Raises SwapIOError."""
-    try:
+    with reporting("sync", directory):
         fd = system.open(directory or ".", os.O_RDONLY | os.O_DIRECTORY)
         try:
             system.fsync(fd)
         finally:
             system.close(fd)
-    except OSError as error:
-        raise SwapIOError("sync", directory, errno=error.errno or errno.EIO) from error
 
 
 def require_directory(directory: str, system: SystemCalls) -> None:
     """Raise SwapIOError unless it is one."""
-    try:
+    with reporting("open", directory):
         mode = system.ask(lambda: os.stat(directory).st_mode)
-    except OSError as error:
-        raise SwapIOError("open", directory, errno=error.errno or errno.EIO) from error
     if not stat.S_ISDIR(mode):
         raise SwapIOError("open", directory, errno=errno.ENOTDIR)
 
@@ -52,10 +49,6 @@ def unlink_if_same(path: str, fd: int, system: SystemCalls) -> None:
         if is_same(path, mine):
             os.unlink(path)
 
-    try:
+    with reporting("unlink", path), contextlib.suppress(FileNotFoundError):
         mine = os.fstat(fd)  # not within the call: one that was given up may outlive the descriptor
         system.ask(lambda: remove(mine))
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise SwapIOError("unlink", path, errno=error.errno or errno.EIO) from error

@@ -1,14 +1,16 @@
 """What to do after each system call of a block: go on, try again, or give up.
 
 Owns the rules for short transfers, interrupted calls and the end of a file, free of I/O, so that threads and coroutines
-share them; and `transfer`, the loop that applies them with real system calls. Does not know queues. Guarantees that a
-block is moved completely or ends in a SwapIOError that names operation, path, offset, length and errno; that transfers
-stay aligned on a file opened with O_DIRECT; and that no fault makes it go round for ever.
+share them; `transfer`, the loop that applies them with real system calls; and `write_all`, for small files. Does not
+know queues. Guarantees that a block is moved completely or ends in a SwapIOError that names operation, path, offset,
+length and errno; that transfers stay aligned on a file opened with O_DIRECT; and that no fault makes it go round for
+ever.
 """
 
 from __future__ import annotations
 
 import errno
+import os
 
 from swap.blocks import align_down
 from swap.errors import SwapError, SwapIOError
@@ -102,3 +104,13 @@ def transfer(system: SystemCalls, block: Block) -> SwapError | None:
             if failure is not None:
                 return failure
     return None
+
+
+def write_all(fd: int, data: memoryview, offset: int, *, path: str | os.PathLike[str], system: SystemCalls) -> None:
+    """Write all of `data`, however many calls it takes. Raises OSError, SwapIOError if the device takes nothing."""
+    done = 0
+    while done < len(data):
+        moved = system.pwritev(fd, data[done:], offset + done)
+        if moved == 0:
+            raise SwapIOError("write", path, offset=offset, length=len(data), detail="the device takes no more")
+        done += moved

@@ -9,15 +9,14 @@ written to it, so that whatever ends the process ends the file too.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
 from swap.buffers import AlignedBuffer
-from swap.errors import SwapFullError, SwapIOError
+from swap.errors import SwapFullError, reporting
 from swap.file_systems import file_system_of
 from swap.files import DATA_OFFSET, SwapFile
 from swap.locks import close_descriptor
@@ -39,7 +38,7 @@ class BufferedView:
         self.path = file.path
         self.device = file.device
         self._system = system
-        with _reporting("open", self.path):
+        with reporting("open", self.path):
             self._fd = system.open(file.path, os.O_RDWR | os.O_NOFOLLOW)
 
     def fileno(self) -> int:
@@ -48,7 +47,7 @@ class BufferedView:
 
     def settle(self) -> None:
         """Wait until what was written is on the drive, and let the page cache forget the file. Raises SwapIOError."""
-        with _reporting("sync", self.path):
+        with reporting("sync", self.path):
             self._system.fdatasync(self._fd)
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -141,7 +140,7 @@ def require_room(directories: Sequence[Path], nbytes: int, system: SystemCalls |
     wanted: dict[int, int] = {}
     for directory in directories:
         path = os.fspath(directory)
-        with _reporting("open", path):
+        with reporting("open", path):
             device = file_system_of(os.path.join(path, ""))  # with the slash a file in its place is an error
             free = system.free_bytes(path)
         wanted[device] = wanted.get(device, 0) + nbytes + DATA_OFFSET
@@ -150,14 +149,6 @@ def require_room(directories: Sequence[Path], nbytes: int, system: SystemCalls |
                 f"measuring in {path!r} needs {wanted[device]} bytes, {free} are free there and a twentieth of "
                 "that is left alone; choose a smaller size or another directory"
             )
-
-
-@contextlib.contextmanager
-def _reporting(operation: str, path: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise SwapIOError(operation, path, errno=error.errno or errno.EIO) from error
 
 
 def _fill_with_noise(view: memoryview) -> None:

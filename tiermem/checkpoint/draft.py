@@ -21,7 +21,8 @@ from swap import SystemCalls
 from swap.paths import sync_directory
 from swap.patience import PatientSystemCalls
 from swap.settings import STALL_SECONDS
-from tiermem.checkpoint.tensor_writer import TensorSpec, TensorWriter, reporting, write_all
+from swap.transfer import write_all
+from tiermem.checkpoint.tensor_writer import TensorSpec, TensorWriter, reporting
 from tiermem.errors import ConfigError
 
 _SHOWN = 48  # characters of a folder's name in that of its draft, which is longer; a name has 255 bytes at most

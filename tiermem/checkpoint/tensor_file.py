@@ -23,6 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from swap import FormatError, SwapIOError, SystemCalls
+from swap.errors import reporting
 from swap.patience import PatientSystemCalls
 from swap.settings import STALL_SECONDS
 from tiermem.errors import ConfigError, InvariantError
@@ -98,11 +99,8 @@ class TensorReader:
         """Fill `out` from byte `offset` of the file. Raises SwapIOError, FormatError where the file ends before."""
         out, done = out.cast("B"), 0
         while done < len(out):
-            try:
+            with reporting("read", self._path, offset=offset, length=len(out)):
                 moved = self._system.preadv(self._fd, out[done:], offset + done)
-            except OSError as error:
-                code = error.errno or errno.EIO
-                raise SwapIOError("read", self._path, offset=offset, length=len(out), errno=code) from error
             if moved == 0:
                 raise FormatError(
                     f"expected {str(self._path)!r} to have {offset + len(out)} bytes, found {offset + done}: it has "

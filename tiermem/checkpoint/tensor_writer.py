@@ -7,12 +7,11 @@ bytes arrive where the header says, and that `finish` returns only when all of t
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,8 +19,9 @@ from pathlib import Path
 import torch
 import xxhash
 
-from swap import FormatError, SwapFullError, SwapIOError, SystemCalls
-from swap.errors import NO_SPACE, why_full
+from swap import FormatError, SwapFullError, SystemCalls, errors
+from swap.errors import why_full
+from swap.transfer import write_all
 from tiermem.checkpoint.tensor_file import DTYPES, LENGTH_NBYTES
 from tiermem.errors import InvariantError
 
@@ -125,41 +125,22 @@ class TensorWriter:
             with self._reporting("sync", self._nbytes):
                 self._system.fdatasync(self._fd)
 
-    @contextmanager
-    def _reporting(self, operation: str, length: int, offset: int = 0) -> Iterator[None]:
-        with reporting(operation, self._path, system=self._system, length=length, offset=offset, needed=self._nbytes):
-            yield
+    def _reporting(self, operation: str, length: int, offset: int = 0) -> AbstractContextManager[None]:
+        return reporting(operation, self._path, system=self._system, length=length, offset=offset, needed=self._nbytes)
 
 
-def write_all(fd: int, data: memoryview, offset: int, *, path: Path, system: SystemCalls) -> None:
-    """Write all of `data`, however many calls it takes. Raises OSError, SwapIOError if the device takes nothing."""
-    done = 0
-    while done < len(data):
-        moved = system.pwritev(fd, data[done:], offset + done)
-        if moved == 0:
-            raise SwapIOError("write", path, offset=offset, length=len(data), detail="the device takes no more")
-        done += moved
-
-
-@contextmanager
 def reporting(
     operation: str, path: Path, *, system: SystemCalls, length: int = 0, offset: int = 0, needed: int = 0
-) -> Iterator[None]:
-    """Turn an OSError of the body into SwapFullError (naming `needed` bytes) or SwapIOError."""
-    try:
-        yield
-    except SwapIOError:
-        raise
-    except OSError as error:
-        code = error.errno or errno.EIO
-        if code in NO_SPACE:
-            nbytes = needed or length
-            size = f" of {nbytes} bytes" if nbytes else ""
-            why = why_full(partial(system.free_bytes, os.fspath(path.parent)), code, nbytes)
-            raise SwapFullError(
-                f"no room for {str(path)!r}{size}: {why}; free some, or choose a folder on another drive"
-            ) from error
-        raise SwapIOError(operation, path, offset=offset, length=length, errno=code) from error
+) -> AbstractContextManager[None]:
+    """Make an OSError of the body a SwapFullError (naming `needed` bytes) or a SwapIOError."""
+
+    def full(code: int) -> SwapFullError:
+        nbytes = needed or length
+        size = f" of {nbytes} bytes" if nbytes else ""
+        why = why_full(partial(system.free_bytes, os.fspath(path.parent)), code, nbytes)
+        return SwapFullError(f"no room for {str(path)!r}{size}: {why}; free some, or choose a folder on another drive")
+
+    return errors.reporting(operation, path, offset=offset, length=length, full=full)
 
 
 def _header(
