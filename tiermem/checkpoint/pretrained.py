@@ -23,7 +23,7 @@ from swap.settings import STALL_SECONDS
 from tiermem.checkpoint.draft import Draft
 from tiermem.checkpoint.generation import GENERATION
 from tiermem.checkpoint.tensor_file import bytes_of, require_fit
-from tiermem.checkpoint.tensor_writer import TensorSpec, TensorWriter
+from tiermem.checkpoint.tensor_writer import TensorSpec, TensorWriter, divided
 from tiermem.checkpoint.weights import INDEX, SINGLE, persistent_buffers
 from tiermem.errors import ConfigError, InvariantError
 from tiermem.zero3.gather import Gatherer
@@ -195,15 +195,7 @@ class _Folder:
 
 def plan_shards(specs: Sequence[TensorSpec], max_nbytes: int) -> list[list[TensorSpec]]:
     """Divide in order, each shard at most `max_nbytes` of data; a larger tensor has one of its own. Never empty."""
-    shards: list[list[TensorSpec]] = [[]]
-    room = max_nbytes
-    for spec in specs:
-        if spec.nbytes > room and shards[-1]:
-            shards.append([])
-            room = max_nbytes
-        shards[-1].append(spec)
-        room -= spec.nbytes
-    return shards
+    return divided(specs, lambda spec: spec.nbytes, max_nbytes) or [[]]
 
 
 def shard_names(count: int) -> list[str]:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import xxhash
@@ -24,6 +25,8 @@ from swap.errors import why_full
 from swap.transfer import write_all
 from tiermem.checkpoint.tensor_file import DTYPES, LENGTH_NBYTES
 from tiermem.errors import InvariantError
+
+T = TypeVar("T")
 
 # Synced so often, what is left for the end is little: neither the page cache nor the wait for a slow drive grows with
 # the file, so a drive that has failed can be told from one that has much to do.
@@ -127,6 +130,20 @@ class TensorWriter:
 
     def _reporting(self, operation: str, length: int, offset: int = 0) -> AbstractContextManager[None]:
         return reporting(operation, self._path, system=self._system, length=length, offset=offset, needed=self._nbytes)
+
+
+def divided(items: Sequence[T], nbytes_of: Callable[[T], int], most: int) -> list[list[T]]:
+    """What goes into which file: in order, each at most `most` bytes; what is larger has a file of its own."""
+    files: list[list[T]] = []
+    room = 0
+    for item in items:
+        nbytes = nbytes_of(item)
+        if not files or nbytes > room:
+            files.append([])
+            room = most
+        files[-1].append(item)
+        room -= nbytes
+    return files
 
 
 def reporting(

@@ -29,7 +29,7 @@ from tiermem.checkpoint.manifest import (
 )
 from tiermem.checkpoint.shard import Holding, Shard
 from tiermem.checkpoint.tensor_file import bytes_of
-from tiermem.checkpoint.tensor_writer import TensorSpec, TensorWriter
+from tiermem.checkpoint.tensor_writer import TensorSpec, TensorWriter, divided
 from tiermem.errors import InvariantError
 from tiermem.zero3.layout import contiguous_stride
 
@@ -65,7 +65,7 @@ def write_part(draft: Draft, shard: Shard, *, rank: int = 0, file_nbytes: int = 
     """
     files: list[DataFile] = []
     kept: list[tuple[int | str, Kept]] = []
-    for group in _groups(shard.holdings(), file_nbytes):
+    for group in divided(shard.holdings(), _nbytes, file_nbytes):
         name = f"rank-{rank:05d}-{len(files) + 1:05d}.safetensors"
         specs = [
             TensorSpec(_tensor_name(holding, plane), dtype, (holding.count,))
@@ -143,17 +143,8 @@ def join(parts: Sequence[Part], record: Mapping[str, Any], *, seconds: float, wo
     return SnapshotManifest(world_size, seconds, tuple(files), tuple(joined), json.loads(json.dumps(record)))
 
 
-def _groups(holdings: Sequence[Holding], limit: int) -> list[list[Holding]]:
-    groups: list[list[Holding]] = []
-    room = 0
-    for holding in holdings:
-        nbytes = holding.count * sum(dtype.itemsize for dtype in holding.planes.values())
-        if not groups or nbytes > room:
-            groups.append([])
-            room = limit
-        groups[-1].append(holding)
-        room -= nbytes
-    return groups
+def _nbytes(holding: Holding) -> int:
+    return holding.count * sum(dtype.itemsize for dtype in holding.planes.values())
 
 
 def _kept(holding: Holding, file: int, digests: Mapping[str, str]) -> Kept:
