@@ -138,8 +138,8 @@ def explain_stalls(events: Sequence[Event]) -> OverlapReport:
     computing = min((event.start for event in units), default=steps[0].start)
     if steps[0].start < computing < steps[0].end:
         steps[0] = replace(steps[0], start=computing)
-    inside = _Steps(steps)
-    stalls = [event for event in events if event.name == STALL and inside.holds(event)]
+    within = _Lane(steps)
+    stalls = [event for event in events if event.name == STALL and within.at(event.start) is not None]
     moves: dict[str, list[Event]] = {}
     for event in events:
         if event.lane not in (COMPUTE_LANE, STEP_LANE):
@@ -160,8 +160,18 @@ def explain_stalls(events: Sequence[Event]) -> OverlapReport:
         seconds=sum(step.end - step.start for step in steps),
         stall_seconds=sum(stall.end - stall.start for stall in stalls),
         waits=tuple(sorted(waits, key=lambda wait: -wait.seconds)),
-        edges=tuple(inside.use(name, lane, stalled) for name, lane in sorted(lanes.items())),
+        edges=tuple(_use(name, lane, within, stalled) for name, lane in sorted(lanes.items())),
     )
+
+
+def _use(name: str, lane: _Lane, within: _Lane, stalled: _Lane) -> EdgeUse:
+    """How long a lane was busy in these steps, and outside of stalls."""
+    busy = waited = 0.0
+    for start, end in lane.spans:
+        for begin, finish in within.parts(start, end):
+            busy += finish - begin
+            waited += stalled.covered(begin, finish)
+    return EdgeUse(name, busy, busy - waited)
 
 
 def _explain(stall: Event, lanes: dict[str, _Lane]) -> tuple[str, Cause]:
@@ -250,23 +260,3 @@ class _Lane:
         """An event that was going on at that moment, the one that began last."""
         found = [event for event in self.overlapping(moment, moment + 1e-9) if event.start <= moment]
         return found[-1] if found else None
-
-
-class _Steps:
-    """Whole steps, one after the other."""
-
-    def __init__(self, steps: Sequence[Event]) -> None:
-        self._lane = _Lane(steps)
-
-    def holds(self, event: Event) -> bool:
-        """Whether an event began in a step."""
-        return self._lane.at(event.start) is not None
-
-    def use(self, name: str, lane: _Lane, stalled: _Lane) -> EdgeUse:
-        """How long a lane was busy in these steps, and outside of stalls."""
-        busy = waited = 0.0
-        for start, end in lane.spans:
-            for begin, finish in self._lane.parts(start, end):
-                busy += finish - begin
-                waited += stalled.covered(begin, finish)
-        return EdgeUse(name, busy, busy - waited)
