@@ -18,7 +18,7 @@ another.
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import count
 
 from swap.blocks import block_count
@@ -161,17 +161,9 @@ class DeviceQueue:
 
     def statistics(self, now: float) -> DeviceStatistics:
         """What the queue has seen since it was made."""
-        counters = self.counters
-        return DeviceStatistics(
-            device=self.device,
-            bytes_read=counters.bytes_read,
-            bytes_written=counters.bytes_written,
-            blocks=counters.blocks,
-            failed_blocks=counters.failed_blocks,
-            seconds_busy=counters.seconds_busy + (now if self.in_flight else 0.0),
-            blocks_in_flight=len(self.in_flight),
-            high_water_bytes_in_flight=counters.high_water_bytes_in_flight,
-        )
+        seen = asdict(self.counters)
+        seen["seconds_busy"] += now if self.in_flight else 0.0
+        return DeviceStatistics(device=self.device, blocks_in_flight=len(self.in_flight), **seen)
 
     def _lane(self, part: Part) -> OrderedDict[int, Part]:
         """What a part is queued among, if it is; one whose request is done is nowhere."""

@@ -37,7 +37,7 @@ def control_group_headroom(membership: Path, root: Path) -> int | None:
     """
     rooms: list[int] = []
     for group in _groups(membership, root):
-        usage = _number(group.folder / group.usage_name)
+        usage = number_in(group.folder / group.usage_name)
         if usage is not None:
             droppable = _droppable(group.folder / "memory.stat", group.cache)
             rooms.append(max(0, group.limit - max(0, usage - droppable)))
@@ -72,7 +72,7 @@ def _groups(membership: Path, root: Path) -> Iterator[_Group]:
     """The process's own groups that have limits of memory, and those around them."""
     for folder, version in _folders(membership, root, "memory"):
         limit_names, usage_name, cache = _VERSION_1 if version == 1 else _VERSION_2
-        limits = [_number(folder / name) for name in limit_names]
+        limits = [number_in(folder / name) for name in limit_names]
         limit = min((limit for limit in limits if limit is not None), default=None)
         # Version 1 writes "no limit" as the largest multiple of a page.
         if limit is not None and limit < 1 << 60:
@@ -104,13 +104,13 @@ def _upwards(mount: Path, path: str) -> Iterator[Path]:
 def _processor_time(folder: Path, version: int) -> float | None:
     """Seconds of processor time a second that a group may take; None: as many as there are."""
     if version == 1:
-        quota, period = (_number(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+        quota, period = (number_in(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
     else:
         quota, period = [*_numbers(folder / "cpu.max"), None, None][:2]
     return quota / period if quota and period else None
 
 
-def _number(file: Path) -> int | None:
+def number_in(file: Path) -> int | None:
     """The number in `file`; None if there is no such file or it says "max" or "-1"."""
     return next(iter(_numbers(file)), None)
 

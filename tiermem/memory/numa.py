@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from tiermem.memory.machine import number_in
+
 SYSTEM = Path("/sys")
 _PREFERRED = 1  # MPOL_PREFERRED: this node while it has room, then any other. MPOL_BIND would end the run instead.
 _DEFAULT = 0
@@ -55,7 +57,7 @@ def pci_address(domain: int, bus: int, device: int) -> str:
 
 def pci_node(address: str, root: Path = SYSTEM) -> int | None:
     """The node that a device on the bus hangs on; None where the kernel does not know."""
-    return _node(root / "bus/pci/devices" / address / "numa_node")
+    return number_in(root / "bus/pci/devices" / address / "numa_node")
 
 
 def block_node(major: int, minor: int, root: Path = SYSTEM) -> int | None:
@@ -63,7 +65,7 @@ def block_node(major: int, minor: int, root: Path = SYSTEM) -> int | None:
     block = (root / f"dev/block/{major}:{minor}").resolve()
     # The drive lies below its controller, and that below the slot on the bus, which is what has a node.
     for folder in (block, *block.parents):
-        node = _node(folder / "numa_node")
+        node = number_in(folder / "numa_node")
         if node is not None or folder == root:
             return node
     return None
@@ -126,12 +128,3 @@ def _own_policy(system: SystemCall) -> bool:
     mode = ctypes.c_int(_DEFAULT)
     system("get_mempolicy", ctypes.addressof(mode), 0, 0, 0, 0)
     return mode.value != _DEFAULT
-
-
-def _node(file: Path) -> int | None:
-    """The number in `file`; None if there is no such file, or it says -1."""
-    try:
-        text = file.read_text(encoding="ascii").strip()
-    except OSError:
-        return None
-    return int(text) if text.isdecimal() else None
