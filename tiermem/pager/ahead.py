@@ -63,7 +63,6 @@ class Ahead:
     def __init__(self, residency: Residency, room: Room, appetite: Mapping[Tier, Appetite]) -> None:
         self._residency = residency
         self._room = room
-        self._capacity = {tier: residency.chain.capacity(tier) for tier in residency.chain.memory_tiers}
         self._appetite = appetite
         self._pending: dict[Tier, deque[tuple[PageKey, int]]] = {}
         # What the step goes by, while an evaluation goes by something else.
@@ -152,7 +151,7 @@ class Ahead:
                 if Tier.HOST not in claimed:
                     self._write_down(tier, SETTLED)  # not what is updated there and has no need of another copy
                 continue
-            appetite, capacity = self._appetite[tier], self._capacity[tier]
+            appetite, capacity = self._appetite[tier], residency.chain.capacity(tier)
             if residency.total <= capacity or self._rests:
                 continue
             if residency.forecast.is_planned:
@@ -202,7 +201,7 @@ class Ahead:
 
     def _has_all(self, tier: Tier) -> bool:
         residency = self._residency
-        return residency.total <= self._capacity[tier] and not residency.census.has_away(tier)
+        return residency.total <= residency.chain.capacity(tier) and not residency.census.has_away(tier)
 
     def _look(self, tier: Tier) -> None:
         """Decide what to fetch; it is started when its bytes are on the tier below and there is a frame for it."""
@@ -214,7 +213,7 @@ class Ahead:
             return  # everything is there, or on its way, and stays: a look would find nothing to do
         chosen = choose_read_ahead(
             self._coming(tier, positions),
-            capacity=self._capacity[tier],
+            capacity=self._residency.chain.capacity(tier),
             held=self._residency.census.fixed(tier),
             reserve=appetite.reserve,
             look_ahead=appetite.look_ahead,

@@ -28,11 +28,10 @@ class Room:
     def __init__(self, residency: Residency) -> None:
         self.homes = Homes(residency)
         self._residency = residency
-        self._capacity = {tier: residency.chain.capacity(tier) for tier in residency.chain.memory_tiers}
 
     def unheld(self, tier: Tier) -> int:
         """Bytes that evicting everything evictable would leave free: all but leased, failed and kept pages."""
-        return self._capacity[tier] - self._residency.census.fixed(tier)
+        return self._residency.chain.capacity(tier) - self._residency.census.fixed(tier)
 
     def is_scattered(self, page: Page, tier: Tier) -> bool:
         """Whether evicting everything evictable would leave room enough for `page`, but not in one piece."""
@@ -100,7 +99,8 @@ class Room:
         None where those and the bytes that are `leaving` may do together. Where they do not make room enough, all of
         them: once what is on its way up can go, too, they will have to.
         """
-        room = self._capacity[tier] - self._residency.chain.arenas[tier].reserved
+        chain = self._residency.chain
+        room = chain.capacity(tier) - chain.arenas[tier].reserved
         going: list[Page] = []
         look_at = 0  # where room is not in one piece, the question is asked again when there are twice as many to go
         for victim in candidates:
