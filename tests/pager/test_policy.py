@@ -53,7 +53,7 @@ def test_farthest_first_hands_out_what_is_current(pushes: list[tuple[int, int]])
     current: dict[int, int] = {}
     for use, number in pushes:
         pages[number].stamp += 1
-        queue.push(pages[number], next_use=use, stamp=pages[number].stamp)
+        queue.push(pages[number], next_use=use)
         current[number] = use
     order = []
     while (use := queue.farthest()) is not None:
@@ -66,7 +66,7 @@ def test_outdated_entries_do_not_pile_up() -> None:
     queue, page = FarthestFirst(), Page(PageKey(0, Kind.PARAM), 1, 1)
     for use in range(10_000):
         page.stamp += 1
-        queue.push(page, next_use=use, stamp=page.stamp)
+        queue.push(page, next_use=use)
     assert len(queue._heap) < 1000
     assert queue.farthest() == 9999
 

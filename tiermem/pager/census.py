@@ -134,7 +134,7 @@ class Census:
         finally:
             for queue, use, page, stamp in met:
                 if page.stamp == stamp:
-                    queue.push(page, next_use=use, stamp=stamp)
+                    queue.push(page, next_use=use)
 
     def _ordered(self, tier: Tier) -> _Ledger:
         """The tier with its orders up to date."""
@@ -142,7 +142,7 @@ class Census:
         if ledger.unordered:
             next_use, droppable, writable = self._next_use, ledger.droppable, ledger.writable
             for page, lowest in ledger.unordered.items():
-                (writable if lowest else droppable).push(page, next_use=next_use(page, tier), stamp=page.stamp)
+                (writable if lowest else droppable).push(page, next_use=next_use(page, tier))
             ledger.unordered.clear()
         return ledger
 

@@ -51,10 +51,10 @@ class FarthestFirst:
         self._pushes = 0
         self._tidy_at = _TIDY_AT
 
-    def push(self, page: Page, *, next_use: int, stamp: int) -> None:
-        """Add a candidate."""
+    def push(self, page: Page, *, next_use: int) -> None:
+        """Add a candidate, as it is now."""
         self._pushes += 1
-        heapq.heappush(self._heap, (-next_use, self._pushes, page, stamp))
+        heapq.heappush(self._heap, (-next_use, self._pushes, page, page.stamp))
         if len(self._heap) >= self._tidy_at:
             self._heap = [entry for entry in self._heap if entry[2].stamp == entry[3]]
             heapq.heapify(self._heap)
