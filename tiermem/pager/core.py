@@ -25,7 +25,6 @@ from tiermem.pager.lease import Lease, LeasesOut, Parting, PendingLease
 from tiermem.pager.loop import LoopThread
 from tiermem.pager.page import Intent, Lane, Move, Page, PageKey
 from tiermem.pager.residency import Residency
-from tiermem.pager.saving import Saving
 from tiermem.pager.service import LeaseRequest, Service
 from tiermem.stats import Counters
 from tiermem.timeline import Timeline
@@ -48,7 +47,6 @@ class Core:
         self.residency = Residency(chain, Forecast(), counters, ended=self._move_ended)
         self.loop = LoopThread("tiermem-pager", after=self._pump, failed=self.refuse)
         self.service = Service(self.residency, appetite)
-        self.saving = Saving(self.residency, self.service, self.loop.post, self._next_event)
         self._timeline = timeline
         self._out: LeasesOut[tuple[Sequence[Page], Tier, Intent]] = LeasesOut()
         self._kernels = 0
@@ -223,7 +221,7 @@ class Core:
                 self.refuse(error)
         self._watch_later()
 
-    async def _next_event(self) -> None:
+    async def next_event(self) -> None:
         """Until something has happened and all that could be done about it has been started."""
         if self._refusal is not None:
             raise self._refusal

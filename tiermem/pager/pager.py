@@ -23,6 +23,8 @@ from tiermem.pager.edges import Chain
 from tiermem.pager.lease import Lease, PendingLease
 from tiermem.pager.loop import closed
 from tiermem.pager.page import Intent, Kind, Lane, PageKey
+from tiermem.pager.protection import Copies, Protection
+from tiermem.pager.saving import save
 from tiermem.pager.schedule import Schedule, Step
 from tiermem.pager.worker import Worker
 from tiermem.stats import Counters
@@ -47,7 +49,11 @@ class Pager:
         # Threads whose waits are no stalls: the wait of whoever waits for such a thread is counted instead.
         self.aside: set[int] = set()
         self._worker = Worker("tiermem-update", self._loop.report)
-        self.protection = self._core.saving.protection
+        core, post = self._core, self._loop.post
+        # An open protection of no page yet. Any thread.
+        self.protection: Callable[[Copies], Protection] = lambda copies: Protection(
+            core.residency, core.service, copies, post, core.next_event
+        )
 
     # Doors for other threads
 
@@ -130,7 +136,8 @@ class Pager:
         `then` runs on the loop, at an instant when SWAP holds all of them; it must be quick. Readers go on. Waits for
         pages leased for writing until they are released. The future raises the error of a page that has failed.
         """
-        return self.start_task(self._core.saving.save(frozenset(kinds), then))
+        core = self._core
+        return self.start_task(save(core.residency, core.service, frozenset(kinds), then, core.next_event))
 
     def start_task(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine on the loop; the future carries its result or its error."""

@@ -48,7 +48,10 @@ class Protection:
         post: Callable[[Callable[[], None]], bool],
         next_event: Callable[[], Coroutine[Any, Any, None]],
     ) -> None:
-        """`post`, `next_event`: see `Saving`."""
+        """`post(function)`: run a function on the loop, and have the service look at everything after it.
+
+        `next_event()`: see `saving.save`.
+        """
         self._residency = residency
         self._service = service
         self._copies = copies
