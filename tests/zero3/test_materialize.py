@@ -208,6 +208,48 @@ def test_meta_mask_that_is_written_is_taken_as_it_is(write, values):
     assert model[0].shown.tolist() == values
 
 
+class Masked(nn.Linear):
+    """Says how a mask that is a parameter gets values."""
+
+    def __init__(self, mask, write=lambda _: None) -> None:
+        super().__init__(2, 2)
+        self.mask = nn.Parameter(mask, requires_grad=False)
+        self.write = write
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if "mask" in self._parameters:
+            with torch.no_grad():
+                self.write(self.mask)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.uint16, torch.int8, torch.complex64])
+def test_meta_parameter_of_any_kind_that_nobody_wrote_is_named(dtype):
+    """A mask became all False."""
+    with torch.device("meta"):
+        model = nn.Sequential(Masked(torch.ones(2, dtype=dtype)))
+    with pytest.raises(ConfigError, match=r"parameter 0\.mask was built without storage.*pass init="):
+        Sharded(model)
+
+
+@pytest.mark.parametrize("write", [lambda mask: mask.zero_(), lambda mask: mask.copy_(torch.tensor([True, False]))])
+def test_meta_parameter_that_is_a_mask_and_is_written_is_taken_as_it_is(write):
+    with torch.device("meta"):
+        model = nn.Sequential(Masked(torch.ones(2, dtype=torch.bool), write))
+    expected = torch.ones(2, dtype=torch.bool)
+    write(expected)
+    assert torch.equal(Sharded(model).value("0.mask"), expected)
+
+
+@pytest.mark.parametrize("values", [[-128, 127], [float("nan"), 1.0]])
+def test_what_a_parameter_was_made_of_may_look_like_nothing(values):
+    """The least of int8 was taken for memory that nobody wrote."""
+    dtype = torch.int8 if values[0] == -128 else torch.float32
+    with deferred_init():
+        model = nn.Sequential(Masked(torch.tensor(values, dtype=dtype)))
+    assert str(Sharded(model).value("0.mask").tolist()) == str(values)
+
+
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "t5", "modernbert", "camembert"])
 def test_absent_hugging_face_model_has_the_distribution_of_a_present_one(kind):
     make = {

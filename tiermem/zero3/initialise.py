@@ -136,11 +136,7 @@ class _Made(NamedTuple):
     def is_untouched(self) -> bool:
         """Whether marks are left, or, where there are none, nobody has written or put another in its place."""
         values = getattr(self.module, self.name)
-        if _has_mark(values):
-            return is_marked(values)
-        written = values is not self.values or values._version != self.version  # noqa: SLF001 - the only way to ask
-        # Through `.data` torch does not count.
-        return not (written or values.numel() == 0 or (not values.is_sparse and bool(values.any())))
+        return is_untouched(values, self.version if values is self.values else None)
 
 
 def _tied_later(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
@@ -169,6 +165,18 @@ def mark(values: torch.Tensor) -> torch.Tensor:
         values.view(torch.uint8).fill_(_NEITHER)
         return values
     return values.fill_(marker_value(values.dtype))
+
+
+def is_untouched(values: torch.Tensor, version: int | None) -> bool:
+    """Whether nobody has written what `mark` was given when torch's count of writes into it was `version`.
+
+    Where none of its values can be a mark (see `_has_mark`) that count tells; None: it is another object.
+    """
+    if _has_mark(values):
+        return is_marked(values)
+    written = version is None or values._version != version  # noqa: SLF001 - the only way to ask
+    # Through `.data` torch does not count.
+    return not (written or values.numel() == 0 or (not values.is_sparse and bool(values.any())))
 
 
 def is_marked(values: torch.Tensor) -> bool:

@@ -20,8 +20,8 @@ from tiermem.memory.heap import trim_heap
 from tiermem.memory.mapping import Mapping, tensor_over
 from tiermem.pager.page import Intent, Lane
 from tiermem.pager.pager import Pager
-from tiermem.zero3.engine import successor
-from tiermem.zero3.initialise import Init, Initialiser, is_marked, mark
+from tiermem.zero3.engine import successor, version
+from tiermem.zero3.initialise import Init, Initialiser, is_untouched, mark
 from tiermem.zero3.layout import ParameterInfo, Slot, UnitLayout, memory_order, plan_layout
 from tiermem.zero3.placeholder import Placeholders
 from tiermem.zero3.shards import Piece, Shard
@@ -173,12 +173,15 @@ class Materializer:
     ) -> None:
         """Give the members of one root their values: read, or made by initialising it."""
         fresh = [member for member in members if member.number in absent]
+        bare: dict[int, int] = {}  # those that have no values yet, with torch's counts of writes into them
         for member in fresh:
             old = parameters[member.number]
             values = mark(_storage_like(old))
-            for place in member.places if self.init is None else ():
-                give_made(place.module, place.attribute, values)
-            parameters[member.number] = _replace(member, old, values)
+            places = member.places if self.init is None else ()
+            made = [give_made(place.module, place.attribute, values) for place in places]
+            new = parameters[member.number] = _replace(member, old, values)
+            if not any(made):
+                bare[member.number] = version(new)
         missing = [member for member in members if not self._load(member, parameters[member.number])]
         if any(member.number in absent for member in missing):
             initialiser.run(root, [member.places[0] for member in fresh])
@@ -188,8 +191,9 @@ class Materializer:
             if self.weights is not None:
                 for member in members:  # the initialisation of a module writes all of its parameters
                     self._load(member, parameters[member.number])
-        for member in fresh:
-            if is_marked(parameters[member.number].data):
+        for member in missing:
+            number = member.number
+            if number in bare and is_untouched(parameters[number].detach(), bare[number]):
                 raise ConfigError(
                     f"parameter {member.names[0]} was built without storage, and initialising its module left it "
                     "without values: pass init= or weights="

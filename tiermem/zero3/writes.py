@@ -63,12 +63,14 @@ def forget_writes(model: nn.Module) -> None:
         _records.pop(module, None)
 
 
-def give_made(module: nn.Module, attribute: str, values: torch.Tensor) -> None:
-    """Write into `values`, those of the module's parameter, what it was made of, if that is known."""
+def give_made(module: nn.Module, attribute: str, values: torch.Tensor) -> bool:
+    """Write into `values`, those of the module's parameter, what it was made of; whether that is known."""
     writes = _records.get(module, {}).get(attribute)
-    if writes is not None and writes.made is not None and writes.stride == tuple(values.stride()):
-        with torch.no_grad():
-            writes.made(values)
+    if writes is None or writes.made is None or writes.stride != tuple(values.stride()):
+        return False
+    with torch.no_grad():
+        writes.made(values)
+    return True
 
 
 def repeat_writes(module: nn.Module, attribute: str, values: torch.Tensor, *, name: str) -> None:
