@@ -1141,6 +1141,31 @@ def test_values_assigned_while_paged_out_are_not_lost_in_silence(tmp_path):
         model(torch.ones(2, 8)).sum().backward()
 
 
+class Masked(nn.Linear):
+    def __init__(self, mask) -> None:
+        super().__init__(8, 8)
+        self.mask = nn.Parameter(mask, requires_grad=False)
+
+    def forward(self, x):
+        return super().forward(x) * self.mask
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
+def test_an_empty_mask_that_is_assigned_while_paged_out_is_not_lost_in_silence(dtype, tmp_path):
+    """It looks like what stands in for a mask; so it was taken for that, and the mask stayed what it was."""
+    model = Masked(torch.ones(8, dtype=dtype))
+    with offload(model, tmp_path, param_dtype="float32") as runtime:
+        model.float().cpu()
+        expected = model(torch.ones(2, 8)).detach()
+        model.mask.data = torch.zeros(8, dtype=dtype)
+        with pytest.raises(tiermem.TiermemError, match=r"mask was given other values .*gathered"):
+            model(torch.ones(2, 8))
+        assert torch.equal(model(torch.ones(2, 8)), expected)
+        with runtime.gathered(model, write=True):
+            model.mask.data = torch.zeros(8, dtype=dtype)
+        assert not model(torch.ones(2, 8)).any()
+
+
 class Asking(nn.Parameter):
     """Has operations of its own, so that it cannot be told of them while it is paged out."""
 
