@@ -9,6 +9,7 @@ from doubles_models import Stack
 from doubles_pager import save_all
 from doubles_scenarios import Wide, frozen, loop, tokens_batch, wide_batch
 from doubles_training import UPDATES, budget_for, check, config_for, least_budget, offloaded, plain, within_budgets
+from safetensors.torch import save_file
 from torch import nn
 
 import tiermem
@@ -418,6 +419,25 @@ def test_a_model_built_without_memory_is_initialised(tmp_path):
                 assert torch.equal(values, torch.full((48,), float(name.endswith("weight"))))
             else:
                 assert 0 < values.abs().max() <= 48**-0.5
+
+
+def test_weights_of_a_file_do_not_pass_through_16_bits_where_the_model_is_built_in_them(tmp_path):
+    """As what `_keep_in_fp32_modules` names does not in `from_pretrained`."""
+    plain_model = made()
+    for parameter in plain_model.parameters():
+        nn.init.normal_(parameter)
+    save_file(plain_model.state_dict(), tmp_path / "model.safetensors")
+    (tmp_path / "swap").mkdir()
+    config = config_for(tmp_path / "swap", 4 << 20, "step", param_dtype="bfloat16")
+    with tiermem.deferred_init():
+        model = made().to(torch.bfloat16)
+    weights = tmp_path / "model.safetensors"
+    with tiermem.offload(model, config, keep=is_norm, keep_dtype="float32", weights=weights) as runtime:
+        for name, parameter in model.named_parameters():
+            expected = dict(plain_model.named_parameters())[name]
+            found = runtime.parameter(parameter)
+            assert found.dtype == (torch.float32 if is_norm(name, parameter) else torch.bfloat16), name
+            assert torch.equal(found, expected.to(found.dtype)), name
 
 
 def test_eight_bit_moments_and_units_of_ones_own(tmp_path):

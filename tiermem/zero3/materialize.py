@@ -204,10 +204,14 @@ class Materializer:
     def _load(self, member: Member, parameter: nn.Parameter) -> bool:
         return self.weights is not None and self.weights.fill(member.names, parameter.data)
 
-    def _stream(self, slot: Slot, parameter: nn.Parameter) -> torch.Tensor:
-        """The values of one parameter from the weights, in memory of their own."""
-        source = self.weights
-        dtype = source.dtype_of(slot.names, parameter.dtype) if source is not None else None
+    def _stream(self, slot: Slot, parameter: nn.Parameter, *, kept: bool) -> torch.Tensor:
+        """The values of one parameter from the weights, in memory of their own.
+
+        What is kept by choice does not lose what its own dtype has room for to that of a model in 16 bits.
+        """
+        source, own = self.weights, parameter.dtype
+        wanted = torch.promote_types(own, slot.dtype) if kept else own
+        dtype = source.dtype_of(slot.names, wanted) if source is not None else None
         values = _storage_like(torch.empty_strided(slot.shape, slot.stride, dtype=dtype, device="meta"))
         if source is None or not source.fill(slot.names, values):
             raise InvariantError(f"the weights of {slot.names[0]} were there and are gone")
@@ -228,7 +232,7 @@ class Materializer:
             for slot in layout.slots:
                 parameter = parameters[slot.parameter]
                 if aside is None:
-                    values = self._stream(slot, parameter)
+                    values = self._stream(slot, parameter, kept=layout.kept)
                 else:
                     values = aside.pop(slot.parameter) if slot.parameter in aside else parameter.data
                 flat = memory_order(values, slot, dtype=values.dtype)
