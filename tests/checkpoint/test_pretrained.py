@@ -194,6 +194,32 @@ def test_a_plain_model_with_buffers_and_odd_strides(tmp_path: Path) -> None:
         assert torch.equal(again.mask, expected["mask"])
 
 
+def a_new_head(model: nn.Module) -> None:
+    model.lm_head = nn.Linear(model.config.hidden_size, 7, bias=False)
+
+
+def one_layer_less(model: nn.Module) -> None:
+    del model.model.layers[0]
+
+
+@pytest.mark.parametrize("change", [a_new_head, one_layer_less])
+def test_what_has_taken_the_name_of_an_offloaded_parameter_is_not_saved_as_that(tmp_path: Path, change: Any) -> None:
+    """The file had the old head under the name of the new one, or a layer that is gone in the place of the next."""
+    model, runtime = offloaded(llama, tmp_path / "swap")
+    change(model)
+    with pytest.raises(tiermem.ConfigError, match=r"is another one than when the model was offloaded .*gathered"):
+        runtime.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+    expected = logits(model)
+    with runtime.gathered(model):
+        copies = {name: values.clone() for name, values in model.state_dict().items()}
+    runtime.close()
+    again = llama().eval()
+    change(again)
+    again.load_state_dict(copies)
+    assert torch.equal(logits(again), expected)
+
+
 @pytest.mark.parametrize("taken", ["file", "full", "link", "nowhere"])
 def test_what_is_there_is_never_replaced(tmp_path: Path, taken: str) -> None:
     _, runtime = offloaded(gpt2, tmp_path / "swap")

@@ -71,10 +71,14 @@ class ModelSource:
         self._needed = needed
 
     def specs(self) -> Sequence[TensorSpec]:
-        """Parameters in their dtype, then buffers in theirs. Raises ConfigError for what no file can hold."""
+        """Parameters in their dtype, then buffers in theirs.
+
+        Raises ConfigError for what no file can hold, and where another parameter has taken the name of one.
+        """
         slots = [slot for layout in self._layouts for slot in layout.slots]
         names = saved_names(self._model, slots)
         saved = [(names[slot.parameter], slot) for slot in slots if slot.parameter in names]
+        self._refuse_exchanged(saved)
         buffers = self._buffers().items()
         for name, slot in saved:
             require_fit(f"parameter {name}", self._parameters[slot.parameter])
@@ -101,6 +105,17 @@ class ModelSource:
                             yield names[slot.parameter], view
         for name, buffer in self._buffers().items():
             yield name, bytes_of(buffer.detach().cpu().resolve_conj().resolve_neg().contiguous())
+
+    def _refuse_exchanged(self, saved: Sequence[tuple[str, Slot]]) -> None:
+        now = dict(self._model.named_parameters(remove_duplicate=False))
+        for name, slot in saved:
+            own = self._parameters[slot.parameter]
+            if now.get(name, own) is not own:
+                raise ConfigError(
+                    f"parameter {name} is another one than when the model was offloaded (a new head, layers removed or "
+                    "in another order?), and that one would be saved under its name. To save the model as it is now "
+                    "clone() what its state_dict() gives inside `with runtime.gathered(model):`"
+                )
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         wanted = persistent_buffers(self._model) - _never_saved(self._model)

@@ -156,7 +156,7 @@ class Runtime(Closing):
         with its own buffers; what fails on it is an error on all.
 
         Raises:
-            ConfigError: the path is taken, or no path, or the size makes no sense.
+            ConfigError: the path is taken, or none; the size makes no sense; a name has become another parameter's.
             TiermemError: it was called between backward and step, or another rank could not save.
             swap.SwapError: the disk is full, or failed; training may go on.
         """
