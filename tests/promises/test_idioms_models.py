@@ -607,6 +607,26 @@ def test_hooks_after_accumulation_see_the_gradient_only_if_they_were_there_first
     assert seen == [True, False]
 
 
+@pytest.mark.parametrize("update", ["auto", "step"])
+def test_hooks_after_accumulation_are_told_that_they_see_each_backward_by_itself(update, tmp_path):
+    """One that changed the gradient gave other numbers than in plain PyTorch, in silence."""
+    model = mlp()
+    seen = []
+    model[0].weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.clone()))
+    with tiermem.offload(model, config_for(tmp_path, 8 * MIB, update)) as runtime:
+        optimizer = tiermem.AdamW(model.parameters())
+        for _ in range(2):  # one backward a step: nothing to be told
+            model(torch.randn(2, 6)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        seen.clear()
+        model(torch.randn(2, 6)).sum().backward()
+        with pytest.warns(RuntimeWarning, match="the gradient of each backward of a step by itself"):
+            model(torch.randn(2, 6)).sum().backward()
+        assert torch.equal(runtime.gradient(model[0].weight), seen[0] + seen[1])
+        model(torch.randn(2, 6)).sum().backward()  # once is enough
+
+
 def without_a_word(parameter):
     parameter.grad.mul_(3)
 

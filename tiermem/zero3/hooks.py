@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from tiermem.errors import CopyError, TiermemError
 from tiermem.interrupts import empty_frames
@@ -161,20 +163,37 @@ class OutputHook(BoundHook):
             raise
 
 
-def gradient_hook(
-    call: Callable[[int, int], None], unit: int, number: int, kept_back: Callable[[torch.Tensor], bool]
-) -> Callable[[torch.Tensor], None]:
-    """A hook for after the gradient of parameter `number` has been accumulated, but for what is `kept_back`."""
+def watch_gradient(
+    parameter: nn.Parameter, call: Callable[[int, int], int], unit: int, number: int, kept_back: Callable[[Any], bool]
+) -> RemovableHandle:
+    """Have `call` told when a gradient of parameter `number` has been accumulated, but for what is `kept_back`.
+
+    It returns how many have been in this step.
+    """
+    others = bool(parameter._post_accumulate_grad_hooks)  # noqa: SLF001 - they come before this one
+    told = False
 
     def arrived(parameter: torch.Tensor) -> None:
+        nonlocal told
         try:
-            if not kept_back(parameter):
-                unseen(call)(unit, number)
+            if not kept_back(parameter) and unseen(call)(unit, number) > 1 and others and not told:
+                told = True
+                _warn_of_parts()
         except BaseException as error:
             empty_frames(error)
             raise
 
-    return arrived
+    return parameter.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def _warn_of_parts() -> None:
+    warnings.warn(
+        "a hook registered by register_post_accumulate_grad_hook before offload sees in parameter.grad the gradient of "
+        "each backward of a step by itself, where plain PyTorch has the sum so far: earlier ones are pages. What it "
+        "changes is changed in that alone: use register_hook, or one backward a step",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 def _explain_dtypes(error: Exception, module: nn.Module) -> None:

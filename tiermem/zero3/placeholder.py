@@ -41,10 +41,8 @@ class Placeholders:
         """Whether `tensor` is one of these placeholders, shows what they show (`model.half().float()`), or nothing."""
         if tensor.data_ptr() in self._addresses or tensor.numel() == 0:
             return True
-        if not marker_value(
-            tensor.dtype
-        ):  # False, or 0 of what has no sign: somebody's values, and nothing converts it
-            return False
+        if not marker_value(tensor.dtype):
+            return False  # False, or 0 of what has no sign: somebody's values, and nothing converts it
         with torch._C.DisableTorchFunction():  # noqa: SLF001 - absent.py is not to see this
             values = tensor.detach()
             marker = _marker(values.dtype, values.device)

@@ -30,7 +30,7 @@ from tiermem.zero3.engine import backward_number, call_at_backward_end, is_trans
 from tiermem.zero3.gather import Gatherer, Presence
 from tiermem.zero3.guards import all_gathered
 from tiermem.zero3.handles import SavedTensorHooks
-from tiermem.zero3.hooks import AfterCall, BeforeCall, LastHook, OutputHook, gradient_hook, may_checkpoint_itself
+from tiermem.zero3.hooks import AfterCall, BeforeCall, LastHook, OutputHook, may_checkpoint_itself, watch_gradient
 from tiermem.zero3.late import late_gradient, refuse_late_read
 from tiermem.zero3.lockstep import Lockstep
 from tiermem.zero3.neighbours import Gradients, Listener
@@ -174,10 +174,9 @@ class GatherScheduler:
             if may_checkpoint_itself(module):
                 self._hooks.append(module.register_forward_hook(OutputHook(self._demand, point.units, there)))
         for unit, member in divided.members():
-            if parameters[member.number].requires_grad:
-                hook = gradient_hook(self._gradient_arrived, unit, member.number, kept_back)
-                register = parameters[member.number].register_post_accumulate_grad_hook
-                self._hooks.append(register(hook))  # type: ignore[no-untyped-call]
+            parameter = parameters[member.number]
+            if parameter.requires_grad:
+                self._hooks.append(watch_gradient(parameter, self._gradient_arrived, unit, member.number, kept_back))
 
     def _before_call(self, module: nn.Module | None, units: tuple[int, ...], read: Iterable[nn.Parameter] = ()) -> None:
         """A module, or an operation (None) that reads these of others, is about to run."""
@@ -297,7 +296,7 @@ class GatherScheduler:
             self.announce(unit)
         self.backwards.discard(number)
 
-    def _gradient_arrived(self, unit: int, parameter: int) -> None:
+    def _gradient_arrived(self, unit: int, parameter: int) -> int:
         self._watch_backward()
         self.gradients.catch_up(unit)
         if self._touched.get(unit):
@@ -309,7 +308,7 @@ class GatherScheduler:
             self._touched[unit] = False
         self.order.gradient(unit, parameter)
         self.gradients.accumulate(parameter, more=self.order.more_after(parameter), together=self.lockstep is not None)
-        self.order.contribution(parameter)
+        count = self.order.contribution(parameter)
         if self.order.all_arrived(self.gradients.trainable(unit)):
             self.announce(unit)
             for late in self._listener.known_since() if self._early else ():
@@ -319,6 +318,7 @@ class GatherScheduler:
         elif self.lockstep is None and self.order.batch_arrived(unit, self.gradients.trainable(unit)):
             self.gradients.batch_complete(unit)
             self.gradients.expect(self.order.upcoming_gradients())
+        return count
 
     def announce(self, unit: int) -> None:
         """Tell the listener that the unit is complete, if it is and nothing can need its present values any more.
