@@ -394,6 +394,29 @@ def test_what_is_read_in_backward_after_its_update_is_an_error(way: str, tmp_pat
         offloaded(make, train, tmp_path, update="backward", budget="tight")
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_batch_more_than_in_the_step_before_is_named_where_layers_are_computed_again(
+    reentrant: bool, tmp_path: Path
+) -> None:
+    """It reads what is updated before it brings a gradient for it, and was told of hooks that nobody had."""
+
+    def train(trainee: Trainee) -> None:
+        optimizer = trainee.adamw(trainee.model.parameters(), lr=1e-2)
+        for batches in (1, 2):
+            for _ in range(batches):
+                x = torch.randn(4, WIDTH, requires_grad=True)
+                for layer in trainee.model.children():
+                    x = checkpoint(layer, x, use_reentrant=reentrant)
+                x.square().mean().backward()
+            optimizer.step()
+
+    def make() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+
+    with pytest.raises(tiermem.TiermemError, match="this step brought more"):
+        offloaded(make, train, tmp_path, update="backward", budget="tight")
+
+
 class FrozenBesideTrained(nn.Module):
     """Each layer is one unit, of which the part that is computed again last has nothing to be updated."""
 

@@ -12,6 +12,8 @@ from torch import nn
 from tiermem.errors import TiermemError
 from tiermem.zero3.layout import Slot
 
+_COMPLETE = "update='backward' updates what has as many gradients as in the step before"
+_MORE = "this step brought more (more micro-batches, a second backward, or a parameter that had none then)"
 _INSTEAD = "Choose update='auto', 'forward' or 'step' instead"
 
 
@@ -19,9 +21,7 @@ def late_gradient(parameter: int, slots: Mapping[int, tuple[int, Slot]]) -> Tier
     """The error of a gradient of `parameter`, by its global number. `slots`: as of the gatherer."""
     name = next(slot.names[0] for _, slot in slots.values() if slot.parameter == parameter)
     return TiermemError(
-        f"a gradient of {name} arrived after the update of its unit had begun: update='backward' updates what "
-        "has as many gradients as in the step before, and this step brought more (more micro-batches, a second "
-        f"backward, or a parameter that had none then). {_INSTEAD}"
+        f"a gradient of {name} arrived after the update of its unit had begun: {_COMPLETE}, and {_MORE}. {_INSTEAD}"
     )
 
 
@@ -37,7 +37,7 @@ def refuse_late_read(
         if found is not None and found[1].parameter in updated:
             raise TiermemError(
                 f"{found[1].names[0]} is read in backward after its update has begun, and would give the values of the "
-                "next step: update='backward' updates a unit that has all its gradients and that no graph has saved, "
-                "and does not see what a hook, a `ctx` (other than by save_for_backward) or a checkpointed function "
-                f"that detaches parameters will read. {_INSTEAD}"
+                f"next step: {_COMPLETE}, and what no graph has saved. Either {_MORE}, or it is read by what no graph "
+                "tells of: a hook, a `ctx` (other than by save_for_backward), a checkpointed function that detaches "
+                f"parameters. {_INSTEAD}"
             )
