@@ -1092,11 +1092,27 @@ def test_what_is_kept_beside_tensors_is_not_written_out(tmp_path):
     offload(model, tmp_path).close()
 
 
-@pytest.mark.parametrize("computed", [nn.utils.spectral_norm, nn.utils.weight_norm])
+class Backwards(nn.Module):
+    def forward(self, weight):
+        return weight.mT.mT  # a view
+
+
+def backwards(module, name):
+    return nn.utils.parametrize.register_parametrization(module, name, Backwards())
+
+
+@pytest.mark.parametrize("computed", [nn.utils.spectral_norm, nn.utils.weight_norm, backwards])
 def test_an_lstm_has_what_is_computed_of_a_parameter_in_a_list(tmp_path, computed):
+    """The list is made anew before it is used."""
     with warnings.catch_warnings(action="ignore", category=FutureWarning):
         model = computed(nn.LSTM(8, 8), "weight_hh_l0")
-    offload(model, tmp_path).close()
+    x = torch.randn(3, 1, 8)
+    with torch.no_grad():
+        model(x)
+        model.eval()
+        expected = model(x)[0]
+        with offload(model, tmp_path):
+            assert torch.equal(model(x)[0], expected)
 
 
 def test_a_buffer_beside_a_parameter_in_one_storage(tmp_path):

@@ -193,10 +193,10 @@ def _beside(model: nn.Module) -> Iterator[tuple[str, str, Any]]:
     for name, buffer in model.named_buffers():
         yield "buffer", name, buffer
     for prefix, module in model.named_modules():
-        computed = any(name.endswith("_orig") for name in module._parameters)  # noqa: SLF001 - spectral_norm's, pruning's
+        anew = "_flat_weights" if isinstance(module, nn.RNNBase) else ""  # in each call, of what is computed by then
         for attribute, value in vars(module).items():
-            if attribute in ("_parameters", "_buffers") or (computed and attribute == "_flat_weights"):
-                continue  # the last one is an LSTM's list of what is computed
+            if attribute in ("_parameters", "_buffers", anew):
+                continue
             if not (isinstance(value, torch.Tensor) and hasattr(module, f"{attribute}_orig")):
                 for place, tensor in _kept_in(attribute, value):
                     yield "attribute", f"{prefix}.{place}" if prefix else place, tensor
