@@ -125,6 +125,27 @@ def test_parameter_nobody_initialises_is_named():
         Sharded(model)
 
 
+class ComputingAgain(nn.Linear):
+    """As a parametrized layer: its weight is computed of what is not there yet."""
+
+    built = False
+
+    def reset_parameters(self) -> None:
+        if self.built:
+            torch.randn(3, 3) + torch.empty(3, 3, device="meta")
+
+
+def test_an_error_of_an_initialisation_says_what_it_was_about():
+    """torch's own speaks of devices only, as for spectral_norm under deferred_init."""
+    with deferred_init():
+        model = nn.Sequential(ComputingAgain(3, 3))
+    model[0].built = True
+    with pytest.raises(RuntimeError, match="device") as caught:
+        Sharded(model)
+    assert caught.value.__notes__[0].startswith("raised while 0 (ComputingAgain) was given values")
+    assert "Pass weights= or init=" in caught.value.__notes__[0]
+
+
 def test_whether_values_were_made_is_looked_at_in_pieces(monkeypatch):
     """An answer for each element of a large embedding would be half a gigabyte beside the budget."""
     asked, isnan = [], torch.isnan

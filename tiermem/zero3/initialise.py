@@ -70,15 +70,26 @@ class Initialiser:
 
     def _call(self, below: list[nn.Module], above: list[nn.Module], owners: set[int], reset_first: set[int]) -> None:
         for module in (*below, *above):
-            if self._init is not None:
-                if id(module) in owners:
-                    self._init(module)
-                continue
-            own = self._own.get(id(module))
-            if id(module) in owners and (own is None or id(module) in reset_first):
-                _reset(module)
-            if own is not None and (self._deferred or id(module) in owners):
-                own(module)
+            try:
+                self._call_one(module, owned=id(module) in owners, reset_first=id(module) in reset_first)
+            except RuntimeError as error:
+                error.add_note(
+                    f"raised while {self._names[id(module)] or 'the model'} ({type(module).__name__}) was given values, "
+                    "as it was built without storage: what else it uses may be without them, too (a weight computed from "
+                    "others?). Pass weights= or init=, or build the model with its values"
+                )
+                raise
+
+    def _call_one(self, module: nn.Module, *, owned: bool, reset_first: bool) -> None:
+        if self._init is not None:
+            if owned:
+                self._init(module)
+            return
+        own = self._own.get(id(module))
+        if owned and (own is None or reset_first):
+            _reset(module)
+        if own is not None and (self._deferred or owned):
+            own(module)
 
     def run_buffers(self, module: nn.Module) -> None:
         """Give values to the meta buffers of a module outside all units. Raises ConfigError if that fails."""
