@@ -73,10 +73,11 @@ class Initialiser:
             try:
                 self._call_one(module, owned=id(module) in owners, reset_first=id(module) in reset_first)
             except RuntimeError as error:
+                name = self._names[id(module)] or "the model"
                 error.add_note(
-                    f"raised while {self._names[id(module)] or 'the model'} ({type(module).__name__}) was given values, "
-                    "as it was built without storage: what else it uses may be without them, too (a weight computed from "
-                    "others?). Pass weights= or init=, or build the model with its values"
+                    f"raised while {name} ({type(module).__name__}) was given values, as it was built without storage: "
+                    "what else it uses may be without them, too (a weight computed from others?). Pass weights= or "
+                    "init=, or build the model with its values"
                 )
                 raise
 
