@@ -14,7 +14,7 @@ import errno
 import os
 import stat
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -142,30 +142,28 @@ class SwapFile:
 
         The kernel reports a lost write once and then forgets it, so a later success would say nothing about it.
         """
-        try:
-            fd = self.fileno()
-            if self._failed_sync is not None:
-                raise self._failed_sync
+        fd = self.fileno()
+        with self._syncing():
             self._system.fdatasync(fd)
-        except OSError as error:
-            self._note_failed_sync(error)
-            raise SwapIOError("sync", self.path, errno=error.errno or errno.EIO) from error
         block, named = Superblock(self.identity, self.nbytes), self._lock.is_held
         require_intact(fd, self.path, block, self._system, reserved=self.reserved, named=named)
 
     def sync_name(self) -> None:
         """Wait until the file's name is durable. Raises SwapIOError, and does so ever after, as `sync` does."""
+        with self._syncing():
+            sync_directory(os.path.dirname(self.path), self._system)
+
+    @contextlib.contextmanager
+    def _syncing(self) -> Iterator[None]:
+        """One that fails, unless before it was asked for, is the last that is tried."""
         try:
             if self._failed_sync is not None:
                 raise self._failed_sync
-            sync_directory(os.path.dirname(self.path), self._system)
+            yield
         except OSError as error:
-            self._note_failed_sync(error)
+            if error.errno != errno.EAGAIN:  # that is: there was no thread to ask by (`PatientSystemCalls`)
+                self._failed_sync = error
             raise SwapIOError("sync", self.path, errno=error.errno or errno.EIO) from error
-
-    def _note_failed_sync(self, error: OSError) -> None:
-        if error.errno != errno.EAGAIN:  # that is: there was no thread to ask by (`PatientSystemCalls`)
-            self._failed_sync = error
 
     def forget_name(self) -> None:
         """Remove the file's name and its lock: it lasts as long as it is open. Raises SwapIOError if removing fails."""
