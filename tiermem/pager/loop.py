@@ -128,16 +128,9 @@ class LoopThread:
             coroutine.close()
             raise closed()
         future: Future[T] = Future()
-
-        def begin_task() -> None:
-            task = self.asyncio.create_task(coroutine)
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-            task.add_done_callback(lambda task: _tell(task, future))
-
         with self._door:
             if not self._shut:
-                self.asyncio.call_soon_threadsafe(begin_task)
+                self.asyncio.call_soon_threadsafe(self._begin_task, coroutine, future)
                 return future
         coroutine.close()
         raise closed()
@@ -169,18 +162,14 @@ class LoopThread:
 
     def _end(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
         ended: Future[None] = Future()
-
-        async def run() -> None:
-            try:
-                await last()
-            except Exception as error:  # noqa: BLE001 - handed to the thread that closes
-                ended.set_exception(error)
-            else:
-                ended.set_result(None)
-
-        tasks: list[asyncio.Task[None]] = []
-        self.report(lambda: tasks.append(self.asyncio.create_task(run())))
+        self.report(lambda: self._begin_task(last(), ended))
         ended.result()
+
+    def _begin_task(self, coroutine: Coroutine[Any, Any, T], future: Future[T]) -> None:
+        task = self.asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda task: _tell(task, future))
 
     def _deliver(self) -> None:
         if not self._ringing and not self._inbox:  # an interrupt may have come between a message and its ring
