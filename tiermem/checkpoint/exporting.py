@@ -7,7 +7,6 @@ snapshot) is in memory at a time, and that what is exported has been compared wi
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,7 @@ from swap import FormatError
 from tiermem.checkpoint.manifest import BUFFER, MASTER, TRAINED, VALUE, Kept, is_file_name
 from tiermem.checkpoint.reading import Snapshot, blocks_of
 from tiermem.checkpoint.shard import MarkedPages
-from tiermem.checkpoint.tensor_file import DTYPES, bytes_of
+from tiermem.checkpoint.tensor_file import DTYPES, bytes_of, tensor_of
 from tiermem.checkpoint.tensor_writer import TensorSpec
 from tiermem.errors import ConfigError
 from tiermem.pager.page import Intent, Kind, PageKey
@@ -120,7 +119,7 @@ class CommitSource:
             if not all(is_dense(each.shape, each.stride) for each in self._committed):
                 raise ValueError("expected dense strides")
             rows = {name: row for name, row in record["buffers"].items() if name in saved.buffers}
-            self._buffers = {name: _buffer(*row) for name, row in rows.items() if _is_held(*row)}
+            self._buffers = {name: tensor_of(*row[:3]) for name, row in rows.items() if _is_held(*row)}
             self.lacking = tuple(sorted(saved.buffers - self._buffers.keys()))
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise FormatError(f"expected the layout of a commit, found {error!r}") from error
@@ -157,10 +156,3 @@ def _is_held(dtype: str, shape: Sequence[int], text: str, also: Container[str] =
     kind = getattr(torch, dtype)
     is_other = isinstance(kind, torch.dtype) and kind not in DTYPES.values()  # than files of weights have
     return not is_other and "saved" not in also and (bool(text) or 0 in shape)
-
-
-def _buffer(dtype: str, shape: Sequence[int], text: str, *_: object) -> torch.Tensor:
-    data = bytearray(base64.b64decode(text))
-    kind = _DTYPES[f"torch.{dtype}"]
-    values = torch.frombuffer(data, dtype=kind) if data else torch.empty(0, dtype=kind, device="cpu")
-    return values.reshape(tuple(shape))

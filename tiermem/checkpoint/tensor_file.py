@@ -8,12 +8,13 @@ FormatError, that a failed or short read is an error naming the place, and that 
 
 from __future__ import annotations
 
+import base64
 import ctypes
 import errno
 import math
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -174,6 +175,13 @@ def bytes_of(values: torch.Tensor) -> memoryview:
     array.owner = values.detach()  # type: ignore[attr-defined]
     view: memoryview = np.frombuffer(memoryview(array), np.uint8).data
     return view
+
+
+def tensor_of(dtype: str, shape: Sequence[int], text: str) -> torch.Tensor:
+    """The tensor with these bytes, in base64; on memory of its own. `dtype`: as torch names it, without "torch."."""
+    data, kind = bytearray(base64.b64decode(text)), getattr(torch, dtype)
+    flat = torch.frombuffer(data, dtype=kind) if data else torch.empty(0, dtype=kind, device="cpu")
+    return flat.reshape(tuple(shape))
 
 
 def fits_files(values: torch.Tensor) -> bool:

@@ -19,10 +19,9 @@ from torch import nn
 
 from swap import checksum
 from tiermem.checkpoint.restoring import fill_buffer
-from tiermem.checkpoint.tensor_file import bytes_of, fits_files
+from tiermem.checkpoint.tensor_file import bytes_of, fits_files, tensor_of
 from tiermem.errors import ResumeError
 from tiermem.memory.sizes import format_bytes
-from tiermem.runtime.extra import tensor_of
 from tiermem.zero3.guards import refuse_nested
 
 Rows = dict[str, list[Any]]

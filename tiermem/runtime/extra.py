@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tiermem.checkpoint.tensor_file import bytes_of
+from tiermem.checkpoint.tensor_file import bytes_of, tensor_of
 from tiermem.errors import ConfigError
 from tiermem.registry import registry
 
@@ -139,13 +139,6 @@ def _dict_of(record: dict[str, Any]) -> dict[Any, Any]:
 
 def _bytes_of(record: dict[str, Any]) -> bytes:
     return base64.b64decode(record["data"])
-
-
-def tensor_of(dtype: str, shape: Sequence[int], text: str) -> torch.Tensor:
-    """The tensor with these bytes, in base64; on memory of its own."""
-    data, kind = bytearray(base64.b64decode(text)), getattr(torch, dtype)
-    flat = torch.frombuffer(data, dtype=kind) if data else torch.empty(0, dtype=kind, device="cpu")
-    return flat.reshape(tuple(shape))
 
 
 def _array_of(record: dict[str, Any]) -> Any:
