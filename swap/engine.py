@@ -149,23 +149,11 @@ class Engine:
             return [request for request in self._unfinished() if request.operation is operation]
 
     def statistics(self) -> EngineStatistics:
-        """Totals since the engine was made."""
+        """What has happened since the engine was made."""
         now = time.monotonic()
         with self._lock:
             devices = tuple(queue.statistics(now) for queue in self._queues.values())
-            requests, failed = self._counts["requests"], self._counts["failed"]
-        return EngineStatistics(
-            bytes_read=sum(device.bytes_read for device in devices),
-            bytes_written=sum(device.bytes_written for device in devices),
-            requests=requests,
-            failed_requests=failed,
-            blocks=sum(device.blocks for device in devices),
-            failed_blocks=sum(device.failed_blocks for device in devices),
-            seconds_busy=sum(device.seconds_busy for device in devices),
-            blocks_in_flight=sum(device.blocks_in_flight for device in devices),
-            high_water_bytes_in_flight=max((device.high_water_bytes_in_flight for device in devices), default=0),
-            devices=devices,
-        )
+            return EngineStatistics(self._counts["requests"], self._counts["failed"], devices)
 
     def close(self) -> None:
         """Fail what is queued, wait for what is with the device, stop the backend. Idempotent.

@@ -61,19 +61,10 @@ class DeviceStatistics:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatistics:
-    """Totals since the engine was made, over all `devices`; but `high_water_bytes_in_flight` is that of one device, the
-    largest.
-    """
+    """Requests since the engine was made, and what its devices have seen."""
 
-    bytes_read: int
-    bytes_written: int
     requests: int
     failed_requests: int
-    blocks: int
-    failed_blocks: int
-    seconds_busy: float
-    blocks_in_flight: int
-    high_water_bytes_in_flight: int
     devices: tuple[DeviceStatistics, ...]
 
 

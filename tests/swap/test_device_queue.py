@@ -132,14 +132,14 @@ def test_bytes_in_flight_hold_blocks_back() -> None:
     engine, backend = engine_by_hand(depth=8, max_bytes=2 * BLOCK)
     request = engine.start_read(PaperFile(), 0, buffer(5))
     assert len(backend.issue()) == 2
-    assert engine.statistics().blocks_in_flight == 2
+    assert engine.statistics().devices[0].blocks_in_flight == 2
     backend.finish()
     assert len(backend.issue()) == 1
     while backend.in_flight:
         backend.finish()
         backend.issue()
     request.wait()
-    assert engine.statistics().high_water_bytes_in_flight == 2 * BLOCK
+    assert engine.statistics().devices[0].high_water_bytes_in_flight == 2 * BLOCK
     engine.close()
 
 

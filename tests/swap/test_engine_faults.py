@@ -117,8 +117,9 @@ def test_after_an_error_others_go_on(engine: Engine, file: SwapFile, system: Fau
     round_trip(engine, file)
     statistics = engine.statistics()
     assert statistics.failed_requests == 1
-    assert statistics.failed_blocks == 1
-    assert statistics.bytes_read == NBYTES
+    (device,) = statistics.devices
+    assert device.failed_blocks == 1
+    assert device.bytes_read == NBYTES
 
 
 def test_the_end_of_the_file_is_an_error(engine: Engine, file: SwapFile) -> None:

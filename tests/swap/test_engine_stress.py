@@ -64,9 +64,9 @@ def test_random_concurrent_requests_match_the_model(tmp_path: Path, backend: str
         assert errors == []
         statistics = space.statistics()
         assert statistics.allocated == 0
-        assert statistics.engine.blocks_in_flight == 0
+        assert [device.blocks_in_flight for device in statistics.engine.devices] == [0]
         assert statistics.engine.failed_requests == 0
-        assert statistics.engine.high_water_bytes_in_flight <= 150 * KIB
+        assert statistics.engine.devices[0].high_water_bytes_in_flight <= 150 * KIB
         assert [d.largest_hole for d in statistics.directories] == [d.nbytes for d in statistics.directories]
 
 
