@@ -54,6 +54,12 @@ def require_same_layout(committed: Mapping[str, Any], here: Mapping[str, Any]) -
             snapshot = ", from a snapshot of it (resume=path)" if name == "world_size" else ""
             raise _differs(name, committed.get(name), value, snapshot)
     there, mine = committed["units"], here["units"]
+    # First of all: which parameters are in one unit follows from their sizes, too.
+    shapes, own_shapes = _shapes(there), _shapes(mine)
+    for name in dict.fromkeys((*shapes, *own_shapes)):
+        if shapes.get(name) != own_shapes.get(name):
+            found, expected = (each.get(name, "not there") for each in (shapes, own_shapes))
+            raise _differs(f"parameter {name}", found, expected)
     for (name, slots), (own_name, own_slots) in zip(there, mine, strict=False):
         if name != own_name:
             raise _differs("the division into units", repr(name), repr(own_name))
@@ -66,6 +72,10 @@ def require_same_layout(committed: Mapping[str, Any], here: Mapping[str, Any]) -
             raise _differs(f"the number of parameters in unit {name!r}", len(slots), len(own_slots))
     if len(there) != len(mine):
         raise _differs("the number of units", len(there), len(mine))
+
+
+def _shapes(units: Iterable[Any]) -> dict[str, Any]:
+    return {slot[0]: slot[1] for _, slots in units for slot in slots}
 
 
 def optimizer_records(sources: Iterable[SettingsSource]) -> list[dict[str, Any]]:
