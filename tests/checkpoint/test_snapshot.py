@@ -373,3 +373,13 @@ def test_folders_that_are_no_snapshot(tmp_path: Path) -> None:
         for nothing in (tmp_path / "nothing", "~nobody-has-this-name/nothing"):
             with pytest.raises(error, match="or the folder of a snapshot"):
                 Training(new_config(tmp_path / "run"), resume=nothing)
+
+
+def test_a_swap_directory_is_no_snapshot_and_the_error_says_how_its_commit_is_continued(tmp_path: Path) -> None:
+    training = Training(new_config(tmp_path / "first"))
+    training.step()
+    training.commit().wait()
+    training.close()
+    advice = r"first' is a swap directory, .* name it in Config\(swap_dirs=\.\.\.\), and give resume=True"
+    with pytest.raises(tiermem.ResumeError, match=advice):
+        Training(new_config(tmp_path / "second"), resume=str(tmp_path / "first"))

@@ -132,6 +132,11 @@ def _snapshot_folder(resume: object) -> Path | None:
     kind: type[ConfigError] = ConfigError
     if isinstance(resume, (str, os.PathLike)):
         path = Path(os.path.expanduser(resume))
+        if (path / f"{SPACE_NAME}.swapfile").exists():
+            raise MissingSnapshotError(
+                f"resume={resume!r} is a swap directory, expected the folder of a snapshot: to continue what is "
+                "committed there name it in Config(swap_dirs=...), and give resume=True"
+            )
         if resume != "" and path.is_dir():  # an empty text is not the folder that the program runs in
             return path
         kind = MissingSnapshotError
