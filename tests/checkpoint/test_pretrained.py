@@ -409,6 +409,11 @@ def test_buffers_of_the_file_are_loaded_and_come_back_on_resume(tmp_path: Path) 
         runtime.close()
 
 
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -416,6 +421,12 @@ def test_buffers_of_the_file_are_loaded_and_come_back_on_resume(tmp_path: Path) 
         (lambda folder: folder, "found none"),
         (lambda folder: (folder / "pytorch_model.bin").touch() or folder, "is a pickle, which is never read"),
         (lambda folder: [save_file({}, folder / f"{name}.safetensors") for name in "ab"] and folder, "2 safetensors"),
+        (
+            lambda folder: torch.save({}, folder / "model.pt") or folder / "model.pt",
+            r"model\.pt'; pickles are never read",
+        ),
+        (lambda folder: write(folder / "model.safetensors.index.json", "{}"), "give the folder that it is in"),
+        (lambda folder: write(folder / "manifest.json", "{}").parent, "holds a snapshot: give it as resume="),
     ],
 )
 def test_nothing_to_read(tmp_path: Path, make: Any, message: str) -> None:

@@ -21,6 +21,7 @@ from torch import nn
 from swap import FormatError
 from tiermem.checkpoint.conversion import find_origins
 from tiermem.checkpoint.generation import generation_beside, take_generation
+from tiermem.checkpoint.manifest import NAME as MANIFEST
 from tiermem.checkpoint.manifest import is_file_name
 from tiermem.checkpoint.naming import Expected, Match, Rules, fits, match
 from tiermem.checkpoint.pieces import Piece
@@ -41,6 +42,8 @@ from tiermem.errors import ConfigError, InvariantError
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+_IF_PICKLED = "pickles are never read: save the model as safetensors first"
+_ADVICE = dict.fromkeys((".bin", ".pt", ".pth", ".ckpt"), _IF_PICKLED) | {".json": "give the folder that it is in"}
 
 
 class PretrainedWeights:
@@ -173,11 +176,16 @@ def find_tensors(path: Path) -> dict[str, tuple[TensorFile, TensorInfo]]:
     if not path.is_dir():
         if not path.exists():
             raise ConfigError(f"weights: expected a safetensors file or a folder with one, found no {str(path)!r}")
-        return _all(open_tensors(path))
+        return _all(_open_file(path))
     if (path / SINGLE).exists():  # before an index, as transformers: one beside it may be of an earlier save
         return _all(open_tensors(path / SINGLE))
     if (path / INDEX).exists():
         return _indexed(path)
+    if (path / MANIFEST).exists():
+        raise ConfigError(
+            f"weights: {str(path)!r} holds a snapshot: give it as resume=, or have its weights written by `tiermem "
+            "snapshot export`"
+        )
     files = sorted(path.glob("*.safetensors"))
     if len(files) == 1:
         return _all(open_tensors(files[0]))
@@ -185,6 +193,17 @@ def find_tensors(path: Path) -> dict[str, tuple[TensorFile, TensorInfo]]:
     pickled = [name for name in _PICKLED if (path / name).exists()]
     advice = f"; {pickled[0]} is a pickle, which is never read: save the model as safetensors first" if pickled else ""
     raise ConfigError(f"weights: expected {SINGLE} or {INDEX} in {str(path)!r}, found {found}{advice}")
+
+
+def _open_file(path: Path) -> TensorFile:
+    try:
+        return open_tensors(path)
+    except FormatError as error:
+        if path.suffix not in _ADVICE:
+            raise
+        raise ConfigError(
+            f"weights: expected a safetensors file, found {str(path)!r}; {_ADVICE[path.suffix]}"
+        ) from error
 
 
 def _all(file: TensorFile) -> dict[str, tuple[TensorFile, TensorInfo]]:
