@@ -383,3 +383,20 @@ def test_a_swap_directory_is_no_snapshot_and_the_error_says_how_its_commit_is_co
     advice = r"first' is a swap directory, .* name it in Config\(swap_dirs=\.\.\.\), and give resume=True"
     with pytest.raises(tiermem.ResumeError, match=advice):
         Training(new_config(tmp_path / "second"), resume=str(tmp_path / "first"))
+
+
+def test_a_snapshot_without_an_extra_has_that_of_the_commit_of_its_step(tmp_path: Path) -> None:
+    first = Training(new_config(tmp_path / "first"))
+    first.step()
+    first.runtime.commit({"step": 1})
+    first.runtime.snapshot(tmp_path / "same step").wait()
+    first.runtime.snapshot(tmp_path / "its own", {"step": "one"}).wait()
+    first.step()
+    first.runtime.snapshot(tmp_path / "next step").wait()
+    first.close()
+    expected = {"same step": {"step": 1}, "its own": {"step": "one"}, "next step": {}}
+    for name, extra in expected.items():
+        with tiermem.offload(Net(), new_config(tmp_path / f"from {name}"), resume=tmp_path / name) as runtime:
+            assert runtime.committed == extra
+            runtime.snapshot(tmp_path / f"{name} again").wait()
+            assert open_snapshot(tmp_path / f"{name} again").record["extra"] == extra

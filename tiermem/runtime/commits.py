@@ -143,6 +143,7 @@ class Commits:
         self._mark: Mark | None = recovered.mark if recovered else None
         self._generation = recovered.manifest.generation if recovered else 0
         self._record: Mapping[str, Any] | None = recovered.manifest.user if recovered else origin
+        self._asked = self._record  # of the latest commit asked for, durable or not
         self._last: PendingCommit | None = None
         self._doubtful: tuple[Mark, Mapping[str, Any]] | None = None  # a commit of which it is not known if it holds
 
@@ -150,6 +151,10 @@ class Commits:
     def record(self) -> Mapping[str, Any] | None:
         """The record of the last durable commit or of what the run resumed; None: there is none."""
         return self._record
+
+    def extra_of(self, step: int) -> Any:
+        """What the caller keeps (extra.py) of the commit asked for last, or resumed, if it is of `step`; else {}."""
+        return self._asked["extra"] if self._asked is not None and self._asked["step"] == step else {}
 
     @property
     def mark(self) -> Mark | None:
@@ -167,6 +172,7 @@ class Commits:
         if self._last is not None:
             self._last.raise_unseen()
         self._generation += 1
+        self._asked = record
         pending = PendingCommit(self._storage.pager)
 
         def prepare() -> Callable[[], None]:
