@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tiermem.pager.page import Kind, PageKey
 from tiermem.pager.schedule import Step
 from tiermem.zero3.order import Access, OrderRecorder, Phase
+from tiermem.zero3.turns import Turns
 
 FORWARD, BACKWARD, GRADIENT = Phase.FORWARD, Phase.BACKWARD, Phase.GRADIENT
 STEP = ((0, FORWARD), (1, FORWARD), (1, BACKWARD), (1, GRADIENT), (2, GRADIENT), (0, BACKWARD), (0, GRADIENT))
@@ -50,6 +53,43 @@ def test_nothing_is_expected_behind_a_surprise_until_the_next_step():
         assert order.upcoming_gradients() is None
         order.finish()
         assert order.upcoming() == 0
+
+
+def test_steps_that_take_turns_are_expected_in_theirs():
+    """As those of a discriminator and a generator: what had just been was expected, and planned for, each time."""
+    order, found = OrderRecorder(), []
+    for number in range(10):
+        unit = 1 if number % 3 else 0
+        found.append(order.upcoming() == unit)
+        for phase in Phase:
+            order.access(unit, phase)
+        order.contribution(number)
+        assert order.finish() is order.expected
+    assert found == [False, False, True, False, False, True, True, True, True, True]
+    assert dict(order.expected.contributions) == {8: 1}, "those of the last step of the kind"
+
+
+@pytest.mark.parametrize(("count", "shorter"), [(5, (4,)), (12, (5, 11)), (40, (9, 19, 29, 39))])
+def test_a_shorter_step_now_and_then_is_no_turn_unless_it_comes_twice_in_its_place(count, shorter):
+    """The last one before all data have been seen has fewer micro-batches: where that is rare nothing is foreseen."""
+    turns, foreseen = Turns[str](str), []
+    for number in range(count):
+        kind = "short" if number in shorter else "full"
+        foreseen.append(turns.expected == kind)
+        turns.end(kind)
+    wrong = {0} | {number + behind for number in shorter for behind in (0, 1)}
+    assert [number for number, right in enumerate(foreseen) if not right] == sorted(wrong & set(range(count)))
+
+
+def test_no_more_is_kept_than_examples_of_the_last_steps():
+    turns = Turns[int](int)
+    for number in range(100):
+        turns.end(number)
+        assert turns.expected == number
+    assert len(turns._latest) == len(turns._numbers) == 16
+    for _ in range(16):
+        turns.end(7)
+    assert turns._latest == {max(turns._numbers): 7}
 
 
 def test_an_evaluation_may_use_other_units_in_every_batch():

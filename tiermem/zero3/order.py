@@ -13,11 +13,13 @@ import enum
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from types import MappingProxyType
 
 from tiermem.pager.page import PageKey
 from tiermem.pager.schedule import Step
 from tiermem.zero3.gradless import Gradless
+from tiermem.zero3.turns import Turns
 
 # One step that has so many times as many accesses as that before, and so many besides, says nothing of the next: it has
 # a validation without torch.no_grad() in it, say. Planning for 10,000 accesses takes more than a second.
@@ -70,7 +72,7 @@ class OrderRecorder:
     def __init__(self, apart: Container[int] = ()) -> None:
         """`apart`: units whose gradients are taken beside those of others, so that no room is made for them ahead."""
         self._apart = apart
-        self._expected: StepOrder | None = None
+        self._turns: Turns[StepOrder] = Turns(attrgetter("accesses"))
         self._accesses: list[Access] = []
         self._contributions: Counter[int] = Counter()
         self._batches: Counter[int] = Counter()  # how many micro-batches have brought gradients, by unit
@@ -85,8 +87,8 @@ class OrderRecorder:
 
     @property
     def expected(self) -> StepOrder | None:
-        """What the last finished step did; None during the first."""
-        return self._expected
+        """What this step is expected to do: what the last one did, or that in whose turn it is; None in the first."""
+        return self._turns.expected
 
     @property
     def position(self) -> int:
@@ -112,8 +114,8 @@ class OrderRecorder:
 
     def _coming(self) -> Iterator[Access]:
         """The accesses that are left if this step goes on as expected; none if nobody knows."""
-        if self._expected is not None and self._on_course:
-            ahead = self._expected.accesses
+        if self.expected is not None and self._on_course:
+            ahead = self.expected.accesses
             for position in range(self.position, len(ahead)):
                 yield ahead[position]
 
@@ -136,10 +138,10 @@ class OrderRecorder:
             self.evaluates(Step.BEGINS)
         elif len(self._gradless.used) == 1:
             self.evaluates(Step.PAUSES)
-        if self._expected is not None and self._on_course:
-            ahead = self._expected.accesses
+        if self.expected is not None and self._on_course:
+            ahead = self.expected.accesses
             self._on_course = self.position < len(ahead) and ahead[self.position] == access
-        if gradless or self.position < _longest(self._expected):
+        if gradless or self.position < _longest(self.expected):
             self._accesses.append(access)
 
     def rest(self) -> None:
@@ -167,7 +169,7 @@ class OrderRecorder:
         """
         if not self._gradless:
             return
-        used, before = self._gradless.used, self._expected
+        used, before = self._gradless.used, self.expected
         self._gradless.end()
         place = self.position - len(used)
         if used:
@@ -177,7 +179,7 @@ class OrderRecorder:
             self._belonging[place] = used
         else:
             del self._accesses[place:]
-            self._on_course = _is_as_expected(self._accesses, self._expected)
+            self._on_course = _is_as_expected(self._accesses, self.expected)
             if before is not None and self._on_course and place in before.gradless:
                 used = self._belonging[place] = before.gradless[place]
                 self._accesses += used
@@ -187,7 +189,7 @@ class OrderRecorder:
     def touch(self, key: PageKey) -> None:
         """Note that a page of activations is written or read after the accesses so far."""
         self._end_gradless()
-        if self.position < _longest(self._expected):
+        if self.position < _longest(self.expected):
             self._touches.append((self.position, key))
 
     def gradient(self, unit: int, parameter: int) -> None:
@@ -213,7 +215,7 @@ class OrderRecorder:
 
     def more_after(self, parameter: int) -> bool:
         """Whether the gradient that is arriving is not the parameter's last, if this step goes on as expected."""
-        before = 0 if self._expected is None else self._expected.contributions.get(parameter, 0)
+        before = 0 if self.expected is None else self.expected.contributions.get(parameter, 0)
         return self._contributions[parameter] + 1 < before
 
     def forget_contributions(self) -> None:
@@ -233,13 +235,13 @@ class OrderRecorder:
         self._accesses = uses[first:]
         self._touches = [(position - first, key) for position, key in self._touches if position > first]
         self._belonging = {place - first: used for place, used in self._belonging.items() if place >= first}
-        self._on_course = _is_as_expected(self._accesses, self._expected)
+        self._on_course = _is_as_expected(self._accesses, self.expected)
 
     def all_arrived(self, parameters: tuple[int, ...]) -> bool:
         """Whether every one of `parameters` has had exactly the contributions the last step had, and one at least."""
-        if self._expected is None:
+        if self.expected is None:
             return False
-        before = self._expected.contributions
+        before = self.expected.contributions
         # In this order: what comes last is mostly the first of them, and then one look is enough.
         return all(self._contributions[number] == before.get(number, 0) for number in parameters) and any(
             self._contributions[number] for number in parameters
@@ -250,15 +252,15 @@ class OrderRecorder:
 
         False for a batch more than that step had: nobody knows what it brings.
         """
-        if self._expected is None:
+        if self.expected is None:
             return False
-        batches, before = self._batches[unit], self._expected.contributions
+        batches, before = self._batches[unit], self.expected.contributions
         return all(self._contributions[number] >= min(batches, before.get(number, 0)) for number in parameters) and any(
             before.get(number, 0) >= batches for number in parameters
         )
 
     def finish(self) -> StepOrder | None:
-        """Freeze the present step, make it what is expected of the next, and begin that one.
+        """Freeze the present step and begin the next one; what is expected of that, as `turns.py` has it.
 
         A step whose gradients were all dropped (it was skipped) says nothing of how many the next one brings: what was
         expected of it is expected again. So are all accesses behind a step longer than is recorded; None: there were
@@ -266,10 +268,10 @@ class OrderRecorder:
         """
         self._end_gradless()
         contributions: Mapping[int, int] = MappingProxyType(dict(self._contributions))
-        if not contributions and self._expected is not None:
-            contributions = self._expected.contributions
-        if self.position < _longest(self._expected):
-            self._expected = StepOrder(
+        if not contributions and self.expected is not None:
+            contributions = self.expected.contributions
+        if self.position < _longest(self.expected):
+            order = StepOrder(
                 tuple(self._accesses),
                 contributions,
                 tuple(self._touches),
@@ -278,8 +280,9 @@ class OrderRecorder:
                 frozenset(self._stretches.union(self._belonging.values())),
                 min(_MOST, _BESIDES + _TIMES * self.position),
             )
-        elif self._expected is not None:  # a second one in a row is what steps are now
-            self._expected = replace(self._expected, contributions=contributions, longest=_MOST)
+            self._turns.end(order)
+        elif self.expected is not None:  # a second one in a row is what steps are now
+            self._turns.expected = replace(self.expected, contributions=contributions, longest=_MOST)
         self._accesses = []
         self._contributions = Counter()
         self._batches = Counter()
@@ -287,7 +290,7 @@ class OrderRecorder:
         self._belonging, self._stretches = {}, set()
         self._on_course = True
         self._together = False
-        return self._expected
+        return self.expected
 
 
 def _longest(before: StepOrder | None) -> int:
