@@ -163,6 +163,29 @@ def backward_twice(trainee: Trainee) -> None:
         optimizer.zero_grad()
 
 
+def adversaries(trainee: Trainee) -> None:
+    """Each has its turn, and what the first gets in that of the second is dropped: behind it, or before its own."""
+    judge, maker = trainee.model.layers[:1], nn.ModuleList([*trainee.model.layers[1:], trainee.model.head])
+    judging, making = (trainee.adamw(part.parameters(), lr=1e-2) for part in (judge, maker))
+    for step in range(6):
+        with torch.no_grad():
+            made = trainee.model(tokens())
+        judging.zero_grad()
+        backward(trainee, (judge[0](trainee.model.embed(tokens())).mean() - made.mean()).square())
+        judging.step()
+        making.zero_grad()
+        for _ in range(1 + step // 2):
+            backward(trainee, trainee.model(tokens()).square().mean())
+            making.step()
+            making.zero_grad()
+            if step % 2:
+                judging.zero_grad()
+        if step == 4:
+            backward(trainee, trainee.model(tokens()).square().mean())
+            judging.zero_grad()
+            making.zero_grad()
+
+
 def two_models(trainee: Trainee) -> None:
     torch.manual_seed(7)
     teacher = mlp()
@@ -313,6 +336,7 @@ SCRIPTS: dict[str, Script] = {
     "other numbers of batches": other_numbers_of_batches,
     "clipped across groups": clipped_across_groups,
     "forward twice": forward_twice,
+    "adversaries": adversaries,
     "two models": two_models,
     "parts outside their parent": parts_outside,
     "autograd.grad of parameters": autograd_grad,

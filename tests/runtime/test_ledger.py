@@ -199,6 +199,29 @@ def test_a_step_waits_for_another_optimizers_share(marks: dict[str, list[int]]) 
     assert ledger.present(0) == [0], "the next one is nobody's yet"
 
 
+def test_a_step_goes_on_behind_a_turn_of_one_optimizer_though_what_is_left_is_dropped() -> None:
+    """What was computed for that turn is part of the step, but not if nothing but such turns ever comes."""
+    ledger, scheduler = begin()
+    scheduler.order.has_begun = True
+    for _ in range(17):
+        scheduler.asked.clear()
+        scheduler.arrived |= {0, 2}
+        ledger.claimed([0])
+        assert not ledger.close_step({0, 2}, updated=True)
+        ledger.drop([2])
+        assert scheduler.asked[0] == ("forget", True, 0)
+        if scheduler.asked[1] == ("drop all",):
+            break
+        assert scheduler.asked[1:] == [("forget", False, 2)]
+    assert scheduler.asked[1] == ("drop all",)
+    scheduler.arrived |= {0, 2}
+    ledger.claimed([0, 2])
+    assert ledger.close_step({0, 2}, updated=True)
+    scheduler.order.has_begun, scheduler.arrived = True, {2}
+    ledger.drop([2])
+    assert scheduler.asked[-1] == ("drop all",), "nobody has had a turn in this one"
+
+
 class Inside(nn.Module):
     """Calls something from inside its forward, or from a method that is no call of the module."""
 

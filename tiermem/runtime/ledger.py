@@ -30,6 +30,9 @@ from tiermem.zero3.scheduler import GatherScheduler
 
 # Calls of `step()` in a row, after which a step that none of them has ended will most likely stay open.
 _PATIENCE = 100
+# Turns of optimizers in a step, after which one whose gradients are dropped is taken never to step: the record of such
+# a step would grow for ever.
+_TURNS = 16
 
 
 class GradientLedger:
@@ -41,6 +44,7 @@ class GradientLedger:
         self._gatherer = gatherer
         self._claimed: set[int] = set()
         self._borrowed: set[int] = set()  # used by updates that may be undone; their pages stay meanwhile
+        self._turns = 0  # how often an optimizer has had its share of the step under way, which others have not
         self._scheduler: GatherScheduler | None = None
 
     def connect(self, scheduler: GatherScheduler) -> None:
@@ -118,14 +122,19 @@ class GradientLedger:
             self.scheduler.settle()
 
     def drop(self, parameters: Sequence[int]) -> None:
-        """Forget these gradients as if backward had not brought them. If others are claimed, end the step next."""
+        """Forget these gradients as if backward had not brought them. If others are claimed, end the step next.
+
+        Where an optimizer has had its turn the step goes on: what was computed for that, as for a generator whose
+        discriminator got gradients, too, is part of every step. Otherwise it begins again.
+        """
         if self._claimed:
             self.scheduler.forget(parameters)
             # It may have been cut short, and is no example of how many gradients a step brings.
             self.scheduler.order.forget_contributions()
-        elif self.unclaimed() - set(parameters):
+        elif 0 < self._turns <= _TURNS or self.unclaimed() - set(parameters):
             self.scheduler.forget(parameters)
         else:
+            self._turns = 0
             self.scheduler.drop_gradients()
 
     def with_gradients(self) -> list[int]:
@@ -156,11 +165,13 @@ class GradientLedger:
             self._claimed.clear()  # of a step whose end was interrupted just before that
             return False
         if any(number in owned for number in self.unclaimed()):
+            self._turns += bool(self._claimed)
             self.scheduler.forget(sorted(self._claimed), updated=True)
             self._claimed.clear()
             return False
         self.scheduler.finish_step(updated=updated)
         self._claimed.clear()
+        self._turns = 0
         return True
 
 

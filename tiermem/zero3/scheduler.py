@@ -126,7 +126,7 @@ class GatherScheduler:
         self.settle()
         if updated:
             self.saved.values_changed(parameters)
-        self.gradients.forget(parameters)
+        self.gradients.forget(parameters, taken=updated)
         for unit in [unit for unit in self._touched if not self.gradients.numbers(unit)]:
             del self._touched[unit]
 

@@ -83,12 +83,18 @@ class StepGradients:
         if unfinished:
             self._pager.start_discard(unfinished)
 
-    def forget(self, parameters: Sequence[int]) -> None:
-        """Forget these parameters' gradients only: the next contribution to one of them begins anew."""
+    def forget(self, parameters: Sequence[int], *, taken: bool) -> None:
+        """Forget these parameters' gradients only: the next contribution to one of them begins anew.
+
+        `taken`: their pages belong to whoever took note of them; otherwise nobody wants those.
+        """
         self._end()
         for parameter in parameters:
             self._norms.pop(parameter, None)
-        self._written.difference_update(self._unfinished())
+        if taken:
+            self._written.difference_update(self._unfinished())
+        else:
+            self.drop_unfinished()
 
     def backward_ended(self, *, together: bool) -> None:  # noqa: ARG002 - for those that still hold something
         """A backward is through. Which parameters are frozen is seen here, where none is used.
