@@ -16,6 +16,9 @@ from tiermem.checkpoint.reading import open_snapshot
 from tiermem.checkpoint.tensor_file import bytes_of
 from tiermem.checkpoint.tensor_writer import TensorWriter
 
+# torch 2.11 says it once a process, also where it is told not to check.
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+
 
 class Odd(nn.Module):
     """A mask made in the first forward, a bank of rows that grows, a running count of another dtype later on."""
@@ -216,9 +219,7 @@ FORMS = {
 }
 
 
-@pytest.mark.filterwarnings(
-    "ignore:Sparse CSR tensor support", "ignore:Sparse invariant checks", "ignore:Validating sparse tensor invariants"
-)
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support", "ignore:Validating sparse tensor invariants")
 @pytest.mark.parametrize("form", FORMS)
 def test_forms_that_are_not_plain_memory(tmp_path: Path, form: str) -> None:
     class Graph(nn.Module):
