@@ -16,6 +16,7 @@ import swap
 from swap.watch import WatchedThread
 from tiermem.memory.copies import CopyLine
 from tiermem.process import begin
+from tiermem.stats import Counters
 from tiermem.timeline import Timeline
 from tiermem.zero3 import fibers
 from tiermem.zero3.collectives import SingleProcess
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.timeout(200, method="thread")
 
 
 def test_for_what_ranks_do_together() -> None:
-    conductor = Conductor(one_copy(SingleProcess()), ["a"], Timeline())
+    conductor = Conductor(one_copy(SingleProcess()), ["a"], Timeline(), Counters())
     done: list[int] = []
 
     def operation() -> None:

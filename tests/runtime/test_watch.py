@@ -66,7 +66,7 @@ def test_spans_follow_each_other_and_everything_is_passed_on() -> None:
 
 def test_what_the_ranks_do_together_is_noted() -> None:
     timeline = Timeline()
-    conductor = Conductor(one_copy(SingleProcess()), ["a", "b"], timeline)
+    conductor = Conductor(one_copy(SingleProcess()), ["a", "b"], timeline, Counters())
     assert conductor.run(Operation(Act.GATHER, 1, action=lambda prepared: 7)) == 7
     conductor.close()
     assert [(event.name, event.lane) for event in timeline.events()] == [("gather b", "ranks")]
@@ -74,7 +74,7 @@ def test_what_the_ranks_do_together_is_noted() -> None:
 
 def test_waiting_for_what_the_ranks_do_together_is_a_stall_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     timeline, counters = Timeline(), Counters()
-    conductor = Conductor(one_copy(SingleProcess()), ["a", "b"], timeline, counters=counters)
+    conductor = Conductor(one_copy(SingleProcess()), ["a", "b"], timeline, counters)
     may_come, here = threading.Event(), threading.get_ident()
 
     def moment() -> float:

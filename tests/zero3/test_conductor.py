@@ -88,7 +88,7 @@ class Rank:
         self.begin: Callable[[], None] = lambda: self.began.append(threading.current_thread().name)
         self.began: list[str] = []
         self.conductor = Conductor(
-            one_copy(Ear(line, number)), ["first", "second"], Timeline(0), lambda: self.begin(), self.counters
+            one_copy(Ear(line, number)), ["first", "second"], Timeline(0), self.counters, lambda: self.begin()
         )
         MADE.append(self)
         self.conductor.connect(lambda unit, bucket, senders: self.served.append((unit, bucket, list(senders))))

@@ -37,8 +37,7 @@ def open_conductor(storage: Storage, company: Company, names: Sequence[str]) -> 
         if storage.device is not None:
             storage.device.work_beside()
 
-    counters = storage.counters if company.size > 1 else None
-    return Conductor(company.grid, names, storage.timeline, begin, counters)
+    return Conductor(company.grid, names, storage.timeline, storage.counters, begin)
 
 
 def open_exchanges(

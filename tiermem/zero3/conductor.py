@@ -109,14 +109,14 @@ class Conductor:
         grid: Grid,
         names: Sequence[str],
         timeline: Timeline,
+        counters: Counters,
         begin: Callable[[], None] | None = None,
-        counters: Counters | None = None,
     ) -> None:
         """`grid`: who shares what; all of them keep one order. `names`: of the units, for messages.
 
-        `timeline`: where each operation is noted, without what it prepares. `counters`: where waits are counted; None:
-        nowhere, as there is nobody but this rank to wait for. `begin`: called once on the issuer's thread, before it
-        prepares its first operation: what it then asks of a device is beside the computation.
+        `timeline`: where each operation is noted, without what it prepares. `counters`: where waits are counted.
+        `begin`: called once on the issuer's thread, before it prepares its first operation: what it then asks of a
+        device is beside the computation.
         """
         self.grid = grid
         self._timeline = timeline
@@ -163,7 +163,7 @@ class Conductor:
 
     def ended_well(self, future: Future[T]) -> bool:
         """As `wait`; whether there is a result. If not, whatever comes next raises the error."""
-        if self._counters is None or future.done():
+        if future.done():
             return future.exception() is None
         started = time.perf_counter()
         try:
