@@ -185,7 +185,7 @@ def trained(
         statistics = runtime.statistics()
         crossed = crossings(runtime)
         events = runtime._house.storage.timeline.events()
-        updated = runtime._house.updater.statistics().done
+        updated = runtime._house.updater.statistics()
     return {
         "updated": (updated.device_tiles, updated.tiles),
         "crossed": crossed,

@@ -415,7 +415,7 @@ def test_updates_that_have_not_begun_are_withdrawn(harness: Harness) -> None:
 
     harness.undo.revert = opened
     ours.zero_grad()
-    assert harness.updater.statistics().done.units == reached[0]
+    assert harness.updater.statistics().units == reached[0]
     assert harness.updater.statistics().queued == 0
     harness.check_same()
     assert ours.steps_of(harness.faces[0]) == 0

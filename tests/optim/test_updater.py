@@ -69,7 +69,7 @@ def test_every_tile_is_updated_and_given_back(pager: FakePager, depth: int) -> N
         assert (read_parameter(pager, state, unit) < 1).all()
         assert not any(pager.is_written(PageKey(unit, Kind.GRAD, k)) for k in range(state.tiles))
         assert all(pager.is_written(PageKey(unit, Kind.STATE, k)) for k in range(state.tiles))
-    done = updater.statistics().done
+    done = updater.statistics()
     assert (done.units, done.tiles) == (2, 6)
 
 

@@ -131,7 +131,7 @@ def test_the_bits_of_an_update_in_host_memory_with_and_without_clipping(update, 
             with tiermem.offload(model, config) as runtime:
                 train(model, batch, range(5), **clipping)
                 found.append([*masters(runtime, model), *states(runtime)])
-                tiles = runtime._house.updater.statistics().done.device_tiles
+                tiles = runtime._house.updater.statistics().device_tiles
                 assert (tiles > 0) is (settings["update_on"] == "auto")
         assert all(map(torch.equal, *found))
 
@@ -149,7 +149,7 @@ def test_what_is_settled_does_not_travel(tmp_path):
             Kind.PARAM,
             Kind.STATE,
         }
-        done = runtime._house.updater.statistics().done
+        done = runtime._house.updater.statistics()
         assert done.device_tiles == done.tiles > 0
         runtime._house.storage.pager.check_invariants()
 
@@ -235,7 +235,7 @@ def test_nobody_uses_a_frame_before_what_another_thread_asked_of_it_is_done(upda
         train(model, wide_batch, range(4))
         runtime.commit().wait()
         train(model, wide_batch, range(4, 6))
-        assert runtime._house.updater.statistics().done.device_tiles > 0
+        assert runtime._house.updater.statistics().device_tiles > 0
     assert device.streams.checks > 20
     assert device.streams.early == []
 

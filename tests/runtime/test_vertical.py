@@ -368,7 +368,7 @@ def test_updates_begin_while_backward_goes_on(tmp_path):
         for number in range(3):
             runtime.forward_backward([torch.randn(3, 48) for _ in range(4)], lambda batch: squares(model, batch))
             runtime.settle()
-            done = runtime._house.updater.statistics().done.units
+            done = runtime._house.updater.statistics().units
             # In the first step nobody knows how many gradients there will be; later they are updated by now.
             assert done == (3 * (number + 1) if number else 0)
             optimizer.step()

@@ -58,12 +58,16 @@ class DeviceKernels:
 
 
 @dataclass(frozen=True, slots=True)
-class StreamStatistics:
-    """How many units and tiles were updated; `device_tiles`: those of the tiles that were updated on a device."""
+class UpdateStatistics:
+    """How many units and tiles were updated; `device_tiles`: those of the tiles that were updated on a device.
+
+    `queued`: how many updates are queued or running.
+    """
 
     units: int = 0
     tiles: int = 0
     device_tiles: int = 0
+    queued: int = 0
 
 
 class UnitStream:
@@ -87,11 +91,8 @@ class UnitStream:
         self._workspace = workspace if workspace is not None else Workspace(shares=Shares(update_threads()))
         self._on_device = on_device
         self._device_workspace: Workspace | None = None  # made on the worker, whose stream its memory then belongs to
-        self._done = StreamStatistics()  # replaced as a whole, on the loop only
-
-    def statistics(self) -> StreamStatistics:
-        """What has been done so far. Any thread."""
-        return self._done
+        self.done = UpdateStatistics()
+        """What has been done so far (`queued` is not known here); replaced as a whole, on the loop only."""
 
     def close(self) -> None:
         """End the threads that share the kernel's work; call it when no update runs any more."""
@@ -264,5 +265,5 @@ class UnitStream:
         adamw_tile(parameter, grad.view(state.dtype), planes, loaded.work.runs, workspace, update.grad_scale)
 
     def _count(self, *, units: int = 0, tiles: int = 0, device_tiles: int = 0) -> None:
-        done = self._done
-        self._done = StreamStatistics(done.units + units, done.tiles + tiles, done.device_tiles + device_tiles)
+        done = self.done
+        self.done = UpdateStatistics(done.units + units, done.tiles + tiles, done.device_tiles + device_tiles)

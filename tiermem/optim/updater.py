@@ -12,12 +12,12 @@ import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tiermem.errors import InvariantError, TiermemError, again
 from tiermem.future import Future
 from tiermem.optim.kernels import Workspace
-from tiermem.optim.stream import DeviceKernels, StreamStatistics, UnitStream
+from tiermem.optim.stream import DeviceKernels, UnitStream, UpdateStatistics
 from tiermem.optim.tiles import UnitState
 from tiermem.optim.updates import UnitUpdate
 from tiermem.pager.page import PageKey
@@ -26,14 +26,6 @@ from tiermem.pager.protection import Protection
 
 # How many queued updates behind the running one the pager is told of, for it to read ahead and to keep what they need.
 ANNOUNCED = 8
-
-
-@dataclass(frozen=True, slots=True)
-class UpdaterStatistics:
-    """What has been done, and how many updates are queued or running."""
-
-    done: StreamStatistics
-    queued: int
 
 
 @dataclass(slots=True, eq=False)
@@ -182,11 +174,11 @@ class Updater:
         finally:
             self._stream.close()
 
-    def statistics(self) -> UpdaterStatistics:
-        """What has been done so far."""
+    def statistics(self) -> UpdateStatistics:
+        """What has been done so far, and what is to be."""
         with self._lock:
             queued = len(self._all_unfinished())
-        return UpdaterStatistics(self._stream.statistics(), queued)
+        return replace(self._stream.done, queued=queued)
 
     # The queue
 
