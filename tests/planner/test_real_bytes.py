@@ -64,7 +64,7 @@ def both(case: Case, directory: Path) -> tuple[list[tuple[int, int]], Simulation
         order = runtime._house.scheduler.order.expected
         assert order is not None
         assert order.accesses == work.step_order, "units are used in the order that was foreseen"
-        footprint, acted = runtime._house.blueprint.footprint, runtime._house.steps._plans._schedule.acts_as
+        footprint, acted = runtime._house.blueprint.footprint, runtime._house.steps.plans._schedule.acts_as
     settings = PlanSettings(
         host_memory=case.host,
         update=case.update,

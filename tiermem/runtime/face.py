@@ -77,7 +77,7 @@ class Runtime(Closing):
         """What happened in the last step and in total, what tiers hold, what drives moved; the look-ahead in use."""
         house, storage = self._house, self._house.storage
         found = storage.counters.snapshot(storage.tiers(), storage.drives())
-        return replace(found, look_ahead=house.steps.look_ahead, ranks=house.company.size)
+        return replace(found, look_ahead=house.steps.plans.look_ahead, ranks=house.company.size)
 
     def timeline(self, path: str | os.PathLike[str] | None = None) -> OverlapReport:
         """Write the latest events (moves, stalls, update kernels, units, steps) as a Chrome/Perfetto trace to `path`.

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from tiermem.ahead import LookAhead
 from tiermem.errors import InvariantError, TiermemError
 from tiermem.optim.coordinator import UpdateCoordinator
 from tiermem.optim.service import Moments, SettingsSource, StepResult, UpdateQueue
@@ -188,7 +187,7 @@ class Steps:
         self._coordinator = coordinator
         self._ledger = ledger
         self._queue = queue
-        self._plans = plans
+        self.plans = plans
         self._resumed: dict[int, int] = {}  # of parameters that no optimizer has been made for since
         self._records: list[dict[str, Any]] = []
         self._closed = False
@@ -200,11 +199,6 @@ class Steps:
     def connect(self, moments: PagedMoments) -> None:
         """Take the way to the moments; called once the house is built."""
         self._moments = moments
-
-    @property
-    def look_ahead(self) -> LookAhead:
-        """The look-ahead in use."""
-        return self._plans.look_ahead
 
     def resume(self, number: int, counts: Mapping[int, int], records: Sequence[dict[str, Any]] = ()) -> None:
         """Go on after `number` steps; optimizers take over these update counts, those of `records`, when they are made.
@@ -278,7 +272,7 @@ class Steps:
         self.number += 1  # first: an interrupt may come while the next one is planned, and this one is done
         order = self._ledger.scheduler.order.expected
         self._hurry_in_forward_order(order)
-        self._plans.close_step(order)
+        self.plans.close_step(order)
 
     def _hurry_in_forward_order(self, order: StepOrder | None) -> None:
         """What backward queued last to first is needed first to last, with its parameters still in memory then."""
