@@ -94,7 +94,7 @@ def planned(case: Planned) -> Callable[[Path, int, int], Any]:
             gone, surprised = steps_gone(forecast), forecast.surprises
             list(islice(steps, COUNTED))
             after = moved_at_rest(runtime)
-            blueprint, order = runtime._house.steps._plans._blueprint, runtime._house.scheduler.order.expected
+            blueprint, order = runtime._house.steps.plans._blueprint, runtime._house.scheduler.order.expected
             return {
                 "shared": (blueprint.footprint, blueprint.device),
                 "disk": blueprint.swap_nbytes(

@@ -99,7 +99,7 @@ def test_what_can_stay_in_memory_is_not_written_for_an_update_that_may_be_undone
         with tiermem.offload(model, config) as runtime:
             steps = list(islice(trained(model, runtime), 3, 6))
             assert runtime.statistics().total.confirmed > 3, "it does update under backward"
-            schedule, _ = runtime._house.steps._plans._followed
+            schedule, _ = runtime._house.steps.plans._followed
             assert schedule.rests == bool(runtime._house.blueprint.resting), "the plan of a step knows what rests"
         return min(step.bytes_read for step in steps), min(step.bytes_written for step in steps)
 

@@ -142,7 +142,7 @@ def test_these_steps_are_clipped_now_and_then(tmp_path: Path) -> None:
 def test_in_these_settings_updates_run_beside_the_computation_and_not_everything_fits(tmp_path: Path) -> None:
     """What the tests above rest on: elsewhere there would be little to undo, or "auto" would not begin anything."""
     training = Training(make_config(tmp_path, **SETTINGS | {"update": "auto"}))
-    assert training.runtime._house.steps._plans._schedule.name == "auto"  # not worthwhile: it would be "forward"
+    assert training.runtime._house.steps.plans._schedule.name == "auto"  # not worthwhile: it would be "forward"
     training.close()
 
 
