@@ -381,6 +381,25 @@ def test_its_initialisation_wins_over_what_a_parameter_was_made_of_and_writes_co
     assert Sharded(model).value("child.made").tolist() == [10.0, 2.0, 2.0, 2.0]
 
 
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize("freeze", [True, False])
+def test_an_embedding_made_of_vectors_has_them(kind, freeze):
+    """They were drawn anew, in silence: the initialisation that such an embedding never calls was called for it."""
+    vectors = torch.randn(1200, 1000)
+
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.known = kind.from_pretrained(vectors, freeze=freeze)
+            self.new = kind(5, 8)
+
+    with deferred_init():
+        model = nn.Sequential(Words())
+    found = Sharded(model)
+    assert torch.equal(found.value("0.known.weight"), vectors)
+    assert found.value("0.new.weight").std() > 0
+
+
 def test_with_an_init_of_its_own_a_model_has_none_of_the_values_it_was_made_of():
     with deferred_init():
         model = Made(lambda: torch.ones(4))

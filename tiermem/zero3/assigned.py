@@ -32,6 +32,7 @@ from tiermem.zero3.writes import Writes, begin_anew, copy_writes, writes_of
 
 _RECONSTRUCT: CodeType = copy._reconstruct.__code__  # type: ignore[attr-defined]  # noqa: SLF001
 _ORTHOGONAL: CodeType = inspect.unwrap(init.orthogonal_).__code__
+_EMBEDDINGS = (nn.Embedding.__init__.__code__, nn.EmbeddingBag.__init__.__code__)
 _RESETS = ("reset_parameters", "_reset_parameters")
 _OWN_INIT = "_init_weights"
 _KEPT_NBYTES = 4 << 20  # of values that a parameter was made of; most are initialised again, and the model is large
@@ -81,8 +82,8 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def register(self, module: nn.Module, name: str, bare: nn.Parameter, values: torch.Tensor | None) -> None:
         """A parameter without storage is about to become the module's. `values`: what it had, None if that is unknown.
 
-        They are kept if it takes another's place. Those that a module makes, its initialisation makes again, as a rule:
-        they are kept if they are known to be values and take little.
+        They are kept if it takes another's place, or an embedding was given them. Those that a module makes, its
+        initialisation makes again, as a rule: they are kept if they are known to be values and take little.
         """
         known = self._known.get(memory_of(bare)) or self._objects.get(id(bare))
         if known is not None and known[0] is module and known[1] == name:
@@ -91,7 +92,8 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if known is not None:
             return  # a tie: the record stays where the parameter came first
         self._know(module, name, bare)
-        if module._parameters.get(name) is None:  # noqa: SLF001 - getattr might compute it
+        first = module._parameters.get(name) is None  # noqa: SLF001 - getattr might compute it
+        if first and not _is_given(module, sys._getframe(1)):  # noqa: SLF001 - documented
             if values is not None and self._watch.has_values(values):
                 self._keep(writes_of(module, name, bare), values.detach())
             return
@@ -243,6 +245,15 @@ def _orthogonal_at_work(frame: FrameType) -> _Operation | None:
     while each is not None and each.f_code is not _ORTHOGONAL:
         each = each.f_back
     return None if each is None else _initialiser_at_work(each)
+
+
+def _is_given(module: nn.Module, frame: FrameType | None) -> bool:
+    """Whether an embedding is being made of weights that it was given, and then does not initialise."""
+    while frame is not None:
+        if frame.f_code in _EMBEDDINGS and frame.f_locals["self"] is module:
+            return frame.f_locals["_weight"] is not None
+        frame = frame.f_back
+    return False
 
 
 class _LostError(Exception):

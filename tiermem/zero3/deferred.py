@@ -28,8 +28,9 @@ def deferred_init() -> Iterator[None]:
     `tiermem.offload` initialises again (`reset_parameters`, `_init_weights`), and then repeats what constructors wrote
     besides. Values that a parameter was made of (`nn.Parameter(torch.ones(n))`) are kept for that if all are equal or
     they take no more than 4 MiB; those of one that takes another's place in any case, as tensors that are copied into
-    parameters. With `init=` or `weights=` these alone count. What is written into them after the block, still without
-    memory, is lost, as it is on the meta device: write inside it, or inside `runtime.gathered(..., write=True)`.
+    parameters, and vectors that `nn.Embedding.from_pretrained` is given. With `init=` or `weights=` these alone count.
+    What is written into parameters after the block, still without memory, is lost, as it is on the meta device: write
+    inside it, or inside `runtime.gathered(..., write=True)`.
     """
     recorder = WriteRecorder()
     moved: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
