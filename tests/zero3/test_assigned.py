@@ -205,7 +205,22 @@ def drawn_beside(self):
         self.one.weight.copy_(torch.empty_like(self.one.weight).normal_())
 
 
-@pytest.mark.parametrize("write", [from_another, made_of_what_was_there, drawn_beside])
+def data_computed(self):
+    self.one.weight.data = self.one.weight.data * 0.02
+
+
+def data_computed_and_converted(self):
+    self.one.weight.data = (self.one.weight.data * 0.02).double().float()
+
+
+def data_of_its_form(self):
+    self.one.weight.data = torch.zeros_like(self.one.weight.data)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [from_another, made_of_what_was_there, drawn_beside, data_computed, data_computed_and_converted, data_of_its_form],
+)
 def test_what_cannot_be_repeated_is_named_unless_somebody_else_says_the_values(write):
     with pytest.raises(ConfigError, match=r"parameter one\.weight was written under deferred_init .* pass init="):
         deferred(write)
@@ -220,6 +235,28 @@ def test_what_cannot_be_repeated_is_named_unless_somebody_else_says_the_values(w
     assert torch.isfinite(
         deferred(lambda self: (write(self), nn.init.ones_(self.one.weight))).value("one.weight")
     ).all()
+
+
+def test_data_in_another_form_is_no_loss():
+    def write(self):
+        nn.init.constant_(self.one.weight, 0.25)
+        self.one.weight.data = self.one.weight.data.half().contiguous().float()
+        self.two.weight.data = self.two.weight.data.clone()
+        self.two.bias.data = nn.functional.pad(self.two.bias.data, (0, 0))
+
+    assert (deferred(write).value("one.weight") == 0.25).all()
+
+
+def test_data_assigned_by_an_initialisation_that_is_called_again_is_no_loss():
+    class Halved(nn.Linear):
+        def reset_parameters(self):
+            super().reset_parameters()
+            self.bias.data = torch.full_like(self.bias.data, 0.5)
+
+    with deferred_init():
+        model = Halved(3, 3)
+        model.reset_parameters()
+    assert (Sharded(model).value("bias") == 0.5).all()
 
 
 def test_several_parameters_written_by_one_operation_are_named():

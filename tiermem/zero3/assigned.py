@@ -36,6 +36,8 @@ _EMBEDDINGS = (nn.Embedding.__init__.__code__, nn.EmbeddingBag.__init__.__code__
 _RESETS = ("reset_parameters", "_reset_parameters")
 _OWN_INIT = "_init_weights"
 _KEPT_NBYTES = 4 << 20  # of values that a parameter was made of; most are initialised again, and the model is large
+# The same values in another form; transformers pads the bias of a head as it ties its weights, by nothing as a rule.
+_CONVERTING = frozenset({"aten::_to_copy", "aten::clone", "aten::constant_pad_nd"})
 # Operations after which nothing is left of the values before, if they go to all elements.
 _OVERWRITE = frozenset(
     f"aten::{name}_" for name in ("zero", "fill", "copy", "uniform", "normal", "random", "exponential", "bernoulli")
@@ -77,6 +79,8 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._objects: dict[int, tuple[nn.Module, str, nn.Parameter]] = {}
         # Constants on their way into a parameter (`weight[0] = 3.0`): torch brings them to its device first.
         self._constants: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        # Conversions of parameters, by memory: on their way to be their `.data`.
+        self._converted: dict[int, torch.Tensor] = {}
         self._watch = ValueWatch()
 
     def register(self, module: nn.Module, name: str, bare: nn.Parameter, values: torch.Tensor | None) -> None:
@@ -120,8 +124,11 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 at_work = _orthogonal_at_work(frame)
                 self.note(target, at_work or _Operation(func, args, given, name), frame)
             return result
-        if name == "aten::clone" and result.is_meta:
-            self._note_copy(args[0], sys._getframe(1))  # noqa: SLF001
+        if name in _CONVERTING and result.is_meta:
+            if memory_of(args[0]) in self._known or memory_of(args[0]) in self._converted:
+                self._converted[memory_of(result)] = result
+            if name == "aten::clone":
+                self._note_copy(args[0], sys._getframe(1))  # noqa: SLF001
         self._watch.computed(name, (args, given), result)
         if isinstance(result, torch.Tensor) and result.is_meta and given.get("device") is not None:
             self._note_constant(result, func, args, given)
@@ -176,6 +183,18 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         writes.calls.append(call)
 
+    def replace(self, target: Any, values: Any, frame: FrameType) -> None:
+        """A parameter without storage is about to show other memory without any (`.data =`); `frame`: who does it."""
+        module, name, bare = self._objects.get(id(target), (None, "", None))
+        absent = isinstance(values, torch.Tensor) and values.is_meta
+        if module is None or bare is None or bare is not target or not absent:
+            return
+        memory = memory_of(values)
+        if memory in self._known or memory in self._converted or memory == memory_of(target):
+            return  # its own values in another form, or another's: a tie, which `guards` refuse
+        if not _is_repeated_anyway(module, frame):
+            writes_of(module, name, target).lost = "an assignment to .data"
+
     def _take(self, each: Any, bare: nn.Parameter, writes: Writes) -> Any:
         """What is kept of an argument: the place of the parameter's own elements, a copy of other values."""
         if not isinstance(each, torch.Tensor):
@@ -220,7 +239,9 @@ class InitialiserWatch(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the function, and note who asks."""
+        """Run the function, and note who asks, or gives a parameter other memory."""
+        if getattr(func, "__self__", None) is torch.Tensor.data and func.__name__ == "__set__":
+            self._recorder.replace(args[0], args[1], sys._getframe(1))  # noqa: SLF001
         result = func(*args, **(kwargs or {}))
         if getattr(func, "__self__", None) is torch.Tensor.is_meta and result:
             frame = sys._getframe(1)  # noqa: SLF001
