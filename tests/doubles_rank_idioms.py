@@ -6,6 +6,7 @@ import contextlib
 import copy
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +230,48 @@ def begun_in_plain(directory: Path, rank: int, size: int) -> Any:
     return same
 
 
+def adversaries(directory: Path, rank: int, size: int) -> Any:
+    """Two optimizers, three turns of one to one of the other, whose part is called without gradients between.
+
+    The last unit that such a call has gathered ahead is on its way when gradients are dropped right after it.
+    """
+
+    def train(model: nn.Module, adamw: Callable[..., torch.optim.Optimizer]) -> list[float]:
+        maker, judge = model.children()
+        makes, judges = adamw(maker.parameters(), lr=1e-2), adamw(judge.parameters(), lr=1e-2)
+        noise, losses = torch.linspace(-1, 1, 128).view(2, 64), []
+        for round_ in range(5):
+            for _ in range(3):
+                with torch.no_grad():
+                    made = maker(noise)
+                judges.zero_grad()
+                loss = (judge(noise * (round_ + 1)).mean() - judge(made).mean()).square()
+                loss.backward()
+                judges.step()
+                losses.append(loss.item())
+            makes.zero_grad()
+            loss = judge(maker(noise)).square().mean()
+            loss.backward()
+            makes.step()
+            losses.append(loss.item())
+        return losses
+
+    def half() -> nn.Module:
+        return nn.Sequential(*(nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(4)))
+
+    torch.manual_seed(1)
+    model = nn.ModuleList([half(), half()])
+    expected = train(copy.deepcopy(model), partial(torch.optim.AdamW, fused=True))
+    same = {}
+    directory.mkdir(exist_ok=True)
+    for update in ("forward", "backward"):
+        found = copy.deepcopy(model)
+        config = config_for(directory / update, stage=2, update=update, host_memory="1400KiB", tile_size="64KiB")
+        with tiermem.offload(found, config, coalesce=0):
+            same[update] = train(found, tiermem.AdamW) == expected
+    return same
+
+
 class Cast(Odd):
     """float32 parameters, computed with in bfloat16."""
 
@@ -410,6 +453,7 @@ SCENARIOS: dict[str, Callable[[Path, int, int], Any]] = {
         one_cannot_page_activations,
         scaled,
         begun_in_plain,
+        adversaries,
         autocast,
         lora,
         mixture,

@@ -28,7 +28,18 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def reports(warm_python: WarmPython, directory: Path) -> Reports:
     jobs = [
-        (2, [*SAVED, "streamed", "activations", "scaled", "begun_in_plain", "one_cannot_page_activations"]),
+        (
+            2,
+            [
+                *SAVED,
+                "streamed",
+                "activations",
+                "scaled",
+                "begun_in_plain",
+                "adversaries",
+                "one_cannot_page_activations",
+            ],
+        ),
         *((size, ["kept"]) for size in SIZES),
     ]
     return run_jobs(warm_python, directory, jobs)
@@ -102,6 +113,11 @@ def test_a_run_begun_in_plain_pytorch_goes_on_with_its_bits(reports: Reports) ->
     for found in values(reports[2, "begun_in_plain"]):
         assert found
         assert all(found.values()), found
+
+
+def test_two_optimizers_in_turns_have_the_losses_of_plain_pytorch(reports: Reports) -> None:
+    for found in values(reports[2, "adversaries"]):
+        assert found == {"forward": True, "backward": True}
 
 
 # What a rank keeps: a part of everything, and what is in transit between the ranks.

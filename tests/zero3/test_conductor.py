@@ -147,13 +147,27 @@ def test_all_do_the_same_in_the_order_in_which_it_was_asked_for():
         queued = [rank.conductor.start(rank.operation(Act.GATHER, unit)) for unit in (0, 1, 0)]
         rank.do(Act.SETTLE)
         assert [each.result() for each in queued] == ["prepared"] * 3
-        assert rank.conductor.announced == 4
+        assert rank.conductor.announced() == 4
 
     for rank in together(part, part, part):
         assert rank.error is None
         assert rank.began == ["tiermem-ranks"]
         assert rank.done == [(Act.GATHER, 0), (Act.GATHER, 1), (Act.GATHER, 0), (Act.SETTLE, -1)]
         assert rank.undone == []
+
+
+def test_what_is_on_its_way_is_waited_for_before_announcements_are_counted():
+    """By such a count ranks agree whether there is anything to line up for: one of them did, and one did not."""
+    asked, counts = threading.Event(), dict[int, int]()
+
+    def part(rank: Rank) -> None:
+        rank.conductor.start(rank.operation(Act.GATHER, 0, prepare=lambda: asked.wait(WAIT)))
+        if rank.number == 1:
+            threading.Timer(0.1, asked.set).start()
+        counts[rank.number] = rank.conductor.announced()
+
+    assert [rank.error for rank in together(part, part)] == [None, None]
+    assert counts == {0: 1, 1: 1}
 
 
 @pytest.mark.parametrize(
@@ -275,7 +289,7 @@ def test_gradients_that_some_have_are_added_up_by_all():
         [(Act.STEP, -1)],
         [(Act.REDUCE, 0), (Act.STEP, -1)],
     ]
-    assert {rank.conductor.announced for rank in ranks} == {3}
+    assert {rank.conductor.announced() for rank in ranks} == {3}
 
 
 def test_gradients_excuse_no_other_difference():

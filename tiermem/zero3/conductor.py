@@ -129,10 +129,12 @@ class Conductor:
         self._announced = 0
         self._closed = False
 
-    @property
     def announced(self) -> int:
-        """How many announcements there were; the same on every rank after the same operation."""
-        return self._announced
+        """How many announcements there were until all that was started here is done; waits for that.
+
+        The same on every rank: what is on its way may have been announced on one and not on another.
+        """
+        return self._announced if self._closed else self.wait(self._issuer.start(lambda: self._announced))
 
     def connect(self, serve: Serve) -> None:
         """Take `serve(unit, bucket or None, who sends)` for adding gradients up."""

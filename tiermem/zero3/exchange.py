@@ -171,11 +171,11 @@ class RankGradients(StepGradients):
             self._add_up(self._buckets.take(shard))
             self._wait()
         since = self._ended if act is Act.DROP else self._lined_up
-        if act in (Act.STEP, Act.CLIP) or self._conductor.announced != since:
+        if act in (Act.STEP, Act.CLIP) or self._conductor.announced() != since:
             self._conductor.run(Operation(act, alike=alike()))
-            self._lined_up = self._conductor.announced
+            self._lined_up = self._conductor.announced()
         if act in (Act.STEP, Act.DROP):
-            self._ended = self._conductor.announced
+            self._ended = self._conductor.announced()
 
     def read(self, parameter: int) -> torch.Tensor | None:
         """Return a copy of this step's gradient in the parameter's shape, or None if it has none. Collective."""
