@@ -224,6 +224,7 @@ def clamp(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.clamp(-1e-3, 1e-3)
 
 
+@pytest.mark.filterwarnings("ignore:a hook registered by register_post_accumulate_grad_hook:RuntimeWarning")
 @pytest.mark.parametrize("way", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_a_hook_of_a_tied_weight_sees_the_sum_of_its_gradients_once_for_each_micro_batch(way, tmp_path):
     seen: list[torch.Tensor] = []
