@@ -130,6 +130,26 @@ def _continued(directory: Path, rank: int, size: int, *, before: int | None, ste
         return {"losses": losses, "weights": parameters_of(runtime), "steps": count}
 
 
+def committed(stage: int) -> Callable[[Path, int, int], Any]:
+    """Two steps that are committed, and beside them a snapshot of the same; each rank keeps something else besides."""
+
+    def scenario(directory: Path, rank: int, size: int) -> Any:
+        torch.manual_seed(1)
+        model = Odd()
+        dtype = "float32" if stage == 2 else "bfloat16"
+        with tiermem.offload(model, config_for(directory, stage=stage, param_dtype=dtype)) as runtime:
+            optimizer = tiermem.AdamW(model.parameters(), lr=1e-3)
+            for step in range(2):
+                loss_of(model, part(tokens(step), rank, size)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            runtime.commit({"rank": rank}).wait()
+            runtime.snapshot(directory.parent / "copy").wait()
+
+    scenario.__name__ = f"committed_{stage}"
+    return scenario
+
+
 # Ways of using a model
 
 
@@ -449,6 +469,7 @@ SCENARIOS: dict[str, Callable[[Path, int, int], Any]] = {
         continued(1, 2),
         continued(2, 3),
         continued(4, 2),
+        *map(committed, (1, 2, 3)),
         activations,
         one_cannot_page_activations,
         scaled,

@@ -120,10 +120,15 @@ def test_resharding(capsys: pytest.CaptureFixture[str], trained: Any, tmp_path: 
     call(capsys, "export", tmp_path / "three", "--to", other)
     for path in one.iterdir():
         assert path.read_bytes() == (other / path.name).read_bytes()
+    call(capsys, "reshard", *directories, "--ranks", 2, "--to", tmp_path / "two")
+    call(capsys, "export", tmp_path / "two", "--to", tmp_path / "another")
+    for path in one.iterdir():
+        assert path.read_bytes() == (tmp_path / "another" / path.name).read_bytes()
     (tmp_path / "empty").mkdir()
-    for given in (directories, [tmp_path / "empty"]):
-        said = call(capsys, "reshard", *given, "--ranks", 2, "--to", tmp_path / "no", code=1)
-        assert f"found none in {', '.join(map(str, given))}; of a commit make one first: runtime.snapshot(path)" in said
+    said = call(capsys, "reshard", tmp_path / "empty", "--ranks", 2, "--to", tmp_path / "no", code=1)
+    assert f"nothing is committed in {tmp_path / 'empty'}" in said
+    said = call(capsys, "reshard", *directories, "--ranks", 2, "--to", tmp_path / "missing" / "no", code=1)
+    assert f"expected {str(tmp_path / 'missing')!r} to be a folder" in said
     for ranks in (0, LARGEST_WORLD + 1):
         assert (
             run(["snapshot", "reshard", str(folder / "copy"), "--ranks", str(ranks), "--to", str(tmp_path / "no")]) == 2

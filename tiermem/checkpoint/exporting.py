@@ -118,8 +118,7 @@ class CommitSource:
             ]
             if not all(is_dense(each.shape, each.stride) for each in self._committed):
                 raise ValueError("expected dense strides")
-            rows = {name: row for name, row in record["buffers"].items() if name in saved.buffers}
-            self._buffers = {name: tensor_of(*row[:3]) for name, row in rows.items() if _is_held(*row)}
+            self._buffers = held_buffers(record, saved.buffers)
             self.lacking = tuple(sorted(saved.buffers - self._buffers.keys()))
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise FormatError(f"expected the layout of a commit, found {error!r}") from error
@@ -150,6 +149,12 @@ class CommitSource:
             yield each.name, bytes_of(flat.as_strided(each.shape, each.stride).contiguous())
         for name, buffer in self._buffers.items():
             yield name, bytes_of(buffer)
+
+
+def held_buffers(record: Mapping[str, Any], names: Container[str]) -> dict[str, torch.Tensor]:
+    """Those of the buffers `names` whose values the record of a commit has, and files of weights can hold."""
+    rows = {name: row for name, row in record["buffers"].items() if name in names}
+    return {name: tensor_of(*row[:3]) for name, row in rows.items() if _is_held(*row)}
 
 
 def _is_held(dtype: str, shape: Sequence[int], text: str, also: Container[str] = ()) -> bool:

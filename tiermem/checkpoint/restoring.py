@@ -7,7 +7,7 @@ were kept, whatever the division into units and tiles, and that a difference is 
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ class SnapshotWeights:
         self._compare = compare
         self._kept = {kept.names[0]: kept for kept in snapshot.manifest.kept}
         self._recorded: Container[str] = snapshot.record.get("buffers", {})
+        self._as_built = bool(snapshot.record.get("others as built"))
         problems = list(_differences(snapshot, model))
         if problems:
             shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
@@ -59,7 +60,7 @@ class SnapshotWeights:
     def fill_others(self, model: nn.Module) -> None:
         """Give the model's buffers the values they had."""
         for name, buffer in model.named_buffers():
-            if name in self._recorded:
+            if name in self._recorded or (self._as_built and name not in self._kept):
                 continue  # made in training, or sparse: the record has it (`runtime.buffers`)
             fill_buffer(model, name, buffer, self._snapshot.whole(self._kept[name], VALUE, compare=self._compare))
 
@@ -127,10 +128,11 @@ def _differences(snapshot: Snapshot, model: nn.Module) -> Iterable[str]:
             yield f"{name} was {kept.kind} and {list(kept.shape)}, is {form[0]} and {list(parameter.shape)}"
     if len(there) != len(here):
         yield f"it had {len(there)} parameters, has {len(here)}"
-    yield from _buffer_differences(snapshot.manifest.buffers, model, snapshot.record.get("buffers", {}))
+    yield from _buffer_differences(snapshot, model)
 
 
-def _buffer_differences(there: Sequence[Kept], model: nn.Module, recorded: Container[str]) -> Iterable[str]:
+def _buffer_differences(snapshot: Snapshot, model: nn.Module) -> Iterable[str]:
+    there, recorded = snapshot.manifest.buffers, snapshot.record.get("buffers", {})
     here = dict(model.named_buffers())
     for kept in there:
         buffer = here.get(kept.names[0])
@@ -140,6 +142,8 @@ def _buffer_differences(there: Sequence[Kept], model: nn.Module, recorded: Conta
             yield f"buffer {kept.names[0]} is not there any more"
         elif (tuple(buffer.shape), str(buffer.dtype)) != (kept.shape, f"torch.{kept.dtype}"):
             yield f"buffer {kept.names[0]} was {list(kept.shape)} of {kept.dtype}, is {list(buffer.shape)}"
+    if snapshot.record.get("others as built"):
+        return  # it was made of a commit, which has only what training changes
     for name in here.keys() - {kept.names[0] for kept in there}:
         if name not in recorded:
             yield f"buffer {name} was not there"

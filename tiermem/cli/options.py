@@ -195,14 +195,6 @@ SnapshotPaths = Annotated[
         help="All swap directories of a run, in its order; or the folder of one snapshot.",
     ),
 ]
-SnapshotPath = Annotated[
-    list[Path],
-    typer.Argument(
-        metavar="PATH",
-        parser=_path_of("PATH"),
-        help="The folder of a snapshot. Of a commit make one first: runtime.snapshot(path) of the resumed run.",
-    ),
-]
 NewFolder = Annotated[Path, path_option("--to", help="Folder to write; a free name, or an empty folder.")]
 MaxShardSize = Annotated[
     str, checked_option("--max-shard-size", _positive_size, help="Most bytes of a file of weights, such as 5GB.")

@@ -11,9 +11,10 @@ import math
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from rich.table import Table
@@ -30,6 +31,7 @@ from tiermem.memory.sizes import format_bytes
 from tiermem.pager.extents import page_key
 from tiermem.runtime.beginning import SPACE_NAME
 from tiermem.runtime.company import RANK_PREFIX
+from tiermem.runtime.rewriting import CommittedRank, snapshot_of
 
 _NAMED = 5  # the most names that are shown of a list
 
@@ -146,15 +148,30 @@ def export(paths: Sequence[Path], to: Path, *, max_shard_nbytes: int) -> Written
 
 
 def rewrite(paths: Sequence[Path], to: Path, *, ranks: int) -> WrittenReport:
-    """Write a snapshot anew for `ranks` ranks, and verify what was written; waits."""
-    if not _is_snapshot(paths):
-        raise ConfigError(
-            f"expected one snapshot to reshard, found none in {', '.join(map(str, paths))}; of a commit make one "
-            "first: runtime.snapshot(path) of the resumed run, which any number of ranks can continue as it is"
-        )
-    for damage in reshard(open_snapshot(paths[0]), to, ranks=ranks).verify():
+    """Write a snapshot, or a commit of however many ranks, as a snapshot for `ranks`; verifies what was written. Waits.
+
+    Raises what `verify` raises, and for a full disk.
+    """
+    if _is_snapshot(paths):
+        written = reshard(open_snapshot(paths[0]), to, ranks=ranks)
+    else:
+        with ExitStack() as opened:
+            committed = [opened.enter_context(_opened(*each)) for each in _ranks(paths)]
+            parts = [CommittedRank(manifest.user, MarkedPages(space, mark)) for manifest, space, mark in committed]
+            seconds = committed[0][0].seconds
+            if len(parts) == ranks:
+                written = snapshot_of(parts, to, seconds=seconds)
+            else:  # as it is first: what each rank is to have lies across pages of several
+                parent = to.expanduser().absolute().parent
+                if not parent.is_dir():
+                    raise ConfigError(f"expected {str(parent)!r} to be a folder, found none; create it first")
+                between = opened.enter_context(TemporaryDirectory(prefix=f".{SPACE_NAME}.", dir=parent))
+                whole = snapshot_of(parts, Path(between) / "whole", seconds=seconds)
+                written = reshard(whole, to, ranks=ranks)
+    for damage in written.verify():
         raise swap.FormatError(f"what was written is damaged: {damage}")
-    return _written(f"snapshot for {counted(ranks, 'rank')}", paths, to)
+    report = _written(f"snapshot for {counted(ranks, 'rank')}", paths, written.path)
+    return dataclasses.replace(report, lacking=SnapshotSource(written).lacking)
 
 
 def counted(count: int, noun: str) -> str:
@@ -175,10 +192,37 @@ def _is_snapshot(paths: Sequence[Path]) -> bool:
     return False
 
 
+def _ranks(directories: Sequence[Path]) -> list[tuple[Sequence[Path], Manifest | None]]:
+    """The directories of each rank, and the newest commit that all have; None: it is the newest there.
+
+    Raises ResumeError for ranks that have none, or whose commits do not belong together.
+    """
+    names = sorted({each.parent.name for each in directories[0].glob(f"{RANK_PREFIX}*/{SPACE_NAME}.*.manifest")})
+    if not names:
+        return [(directories, None)]
+    expected = [f"{RANK_PREFIX}{number:05d}" for number in range(len(names))]
+    own = [[directory / name for directory in directories] for name in names]
+    newest = [_manifest(each, _leftovers(each)) for each in own]
+    generation = min(manifest.generation for manifest in newest)
+    found = [swap.CommitStore(each, name=SPACE_NAME).read(generation) for each in own]
+    complete = [manifest for manifest in found if manifest is not None]
+    runs = {manifest.user.get("run") for manifest in complete}
+    sizes = {manifest.user.get("layout", {}).get("world_size") for manifest in complete}
+    if names != expected or len(complete) < len(found) or len(runs) > 1 or sizes != {len(names)}:
+        raise ResumeError(
+            f"expected the commits of all ranks of one run in {', '.join(map(str, directories))}, found "
+            f"{', '.join(names)} with commits of {sorted(map(str, sizes))} ranks: resume the run, which says what is "
+            "missing"
+        )
+    return list(zip(own, complete, strict=True))
+
+
 @contextmanager
-def _opened(directories: Sequence[Path]) -> Iterator[tuple[Manifest, swap.SwapSpace, swap.Mark]]:
-    """The last commit, its swap files, and a mark on what it holds."""
-    manifest = _manifest(directories, _leftovers(directories))
+def _opened(
+    directories: Sequence[Path], manifest: Manifest | None = None
+) -> Iterator[tuple[Manifest, swap.SwapSpace, swap.Mark]]:
+    """A commit, by default the last one, its swap files, and a mark on what it holds."""
+    manifest = manifest or _manifest(directories, _leftovers(directories))
     size, reading = sum(manifest.file_sizes), swap.ReadingCalls()
     with swap.SwapSpace.open(directories, name=SPACE_NAME, nbytes=size, keep=True, system=reading) as space:
         if space.run_id != manifest.run_id:
@@ -192,7 +236,8 @@ def _leftovers(directories: Sequence[Path]) -> swap.Leftovers:
     if len({each.name for each in directories}) > 1 and all(each.name.startswith(RANK_PREFIX) for each in directories):
         raise ConfigError(
             f"expected the folders of one rank, found {', '.join(map(str, directories))}: a commit of several ranks is "
-            "looked at rank by rank; of all together make a snapshot: runtime.snapshot(path) of the resumed run"
+            "looked at rank by rank; of all together `tiermem snapshot reshard` makes a snapshot, given the run's "
+            "directories"
         )
     return swap.find_leftovers(directories, name=SPACE_NAME)
 
@@ -210,7 +255,7 @@ def _manifest(directories: Sequence[Path], leftovers: swap.Leftovers) -> Manifes
         if ranks := sorted({each.parent for each in directory.glob(f"{RANK_PREFIX}*/{SPACE_NAME}.*.manifest")}):
             raise ResumeError(
                 f"{directory} holds the commit of {counted(len(ranks), 'rank')}: give the folder of one of them, such "
-                f"as {ranks[0]}; of all together make a snapshot: runtime.snapshot(path) of the resumed run"
+                f"as {ranks[0]}; of all together `tiermem snapshot reshard` makes a snapshot"
             )
     raise ResumeError(f"nothing is committed in {', '.join(map(str, directories))}")
 

@@ -59,9 +59,9 @@ def export_command(
 
 @app.command("reshard")
 def reshard_command(
-    paths: options.SnapshotPath, to: options.NewFolder, ranks: options.Ranks, json: options.Json = False
+    paths: options.SnapshotPaths, to: options.NewFolder, ranks: options.Ranks, json: options.Json = False
 ) -> None:
-    """Write a snapshot anew with the files of another number of ranks, and verify it."""
+    """Write a commit or a snapshot as a snapshot with the files of so many ranks, and verify it."""
     from tiermem.cli.snapshot import rewrite
 
     show(rewrite(paths, to, ranks=ranks), json=json)

@@ -199,7 +199,7 @@ def agree_on_commit(beginning: Beginning, config: Config, company: Company) -> B
         raise ResumeError(
             f"of {company.size} ranks, rank {', '.join(without)} holds no commit and the others do: the run was "
             f"committed by {company.size - len(without)} ranks, or directories are missing; continue it with as many, "
-            "or from a snapshot of it (resume=path)"
+            "or from a snapshot of it (`tiermem snapshot reshard` makes one, resume=path)"
         )
     manifest = beginning.manifest
     if min(found) != beginning.generation:
@@ -321,5 +321,6 @@ def _refuse_other_sizes(config: Config) -> None:
             ranks = "one process" if alone is not None else "one of several ranks" if count == 1 else f"{count} ranks"
             raise ResumeError(
                 f"{alone or path} holds a commit of {ranks}, which only as many can continue; go on from a snapshot of "
-                "that run (resume=path), start anew with resume=False, or choose other directories"
+                "that run (`tiermem snapshot reshard` makes one, resume=path), start anew with resume=False, or choose "
+                "other directories"
             )

@@ -14,7 +14,7 @@ from tiermem.checkpoint.tensor_file import fits_files, require_fit
 from tiermem.errors import ConfigError
 from tiermem.runtime import randomness
 from tiermem.runtime.commits import PendingCommit
-from tiermem.runtime.record import FORMAT, optimizer_records
+from tiermem.runtime.record import FORMAT, optimizer_records, parameters_record
 from tiermem.runtime.snapshots import PendingSnapshot
 from tiermem.zero3.conductor import Act
 
@@ -32,6 +32,7 @@ def start_commit(house: House, extra: Any) -> PendingCommit:
         "run": house.company.run,
         "rank": house.company.rank,
         "layout": house.layout_record,
+        "parameters": parameters_record(house.layouts, house.blueprint.states.values()),
         "buffers": house.buffers.capture(),
         "random": randomness.capture(),
         **_record(house, extra),

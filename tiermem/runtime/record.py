@@ -14,6 +14,7 @@ from typing import Any
 from tiermem.config import Config
 from tiermem.errors import ResumeError
 from tiermem.optim.service import SettingsSource
+from tiermem.optim.tiles import UnitState
 from tiermem.runtime.extra import from_record, to_record
 from tiermem.zero3.layout import UnitLayout
 
@@ -47,11 +48,22 @@ def layout_record(
     }
 
 
+def parameters_record(layouts: Iterable[UnitLayout], states: Iterable[UnitState]) -> dict[str, Any]:
+    """What whoever has no model has to know of its parameters: all names, by number, and whose moments have 8 bits."""
+    names = {slot.parameter: [*slot.names] for layout in layouts for slot in layout.slots}
+    coded = {segment.parameter for state in states for segment in state.segments if segment.quantized}
+    return {"names": [names[number] for number in sorted(names)], "coded": sorted(coded)}
+
+
 def require_same_layout(committed: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     """Raise ResumeError naming the first difference between the committed layout and the one of this model."""
     for name, value in here.items():
         if name != "units" and committed.get(name) != value:
-            snapshot = ", from a snapshot of it (resume=path)" if name == "world_size" else ""
+            snapshot = (
+                ", from a snapshot of it (`tiermem snapshot reshard` makes one, resume=path)"
+                if name == "world_size"
+                else ""
+            )
             raise _differs(name, committed.get(name), value, snapshot)
     there, mine = committed["units"], here["units"]
     # First of all: which parameters are in one unit follows from their sizes, too.

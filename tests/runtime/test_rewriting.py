@@ -1,0 +1,190 @@
+"""A snapshot of a commit, made without the model, beside the one that the run itself makes."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from doubles_combinations import some_of
+from doubles_commit import Net, Training, make_config
+from doubles_python import WarmPython
+from doubles_ranks import PATIENCE, Reports, run_jobs, values
+from torch import nn
+
+import swap
+import tiermem
+from tiermem.checkpoint.reading import open_snapshot
+from tiermem.checkpoint.shard import MarkedPages
+from tiermem.cli.main import run
+from tiermem.runtime import rewriting
+from tiermem.runtime.rewriting import CommittedRank, snapshot_of
+
+
+def reshard(capsys: pytest.CaptureFixture[str], directories: list[Path], to: Path, ranks: int) -> dict[str, Any]:
+    capsys.readouterr()
+    arguments = ["snapshot", "reshard", *map(str, directories), "--to", str(to), "--ranks", str(ranks), "--json"]
+    assert run(arguments) == 0, capsys.readouterr().err
+    return json.loads(capsys.readouterr().out)
+
+
+def same(one: Path, other: Path) -> None:
+    """Both snapshots hold the same bits of every parameter, and tell the same of the run."""
+    found, expected = open_snapshot(one), open_snapshot(other)
+    assert not list(found.verify())
+    for name in ("step", "optimizers", "random", "extra", "param_dtype", "pretrained"):
+        assert found.record[name] == expected.record[name], name
+    assert found.record.get("extras") == expected.record.get("extras")
+    pairs = list(zip(found.manifest.parameters, expected.manifest.parameters, strict=True))
+    assert pairs
+    for mine, theirs in pairs:
+        form = (mine.kind, mine.names, mine.shape, mine.stride, mine.dtype, mine.planes.keys())
+        assert form == (theirs.kind, theirs.names, theirs.shape, theirs.stride, theirs.dtype, theirs.planes.keys())
+        for plane in mine.planes:
+            there = expected.whole(theirs, plane)
+            assert torch.equal(found.whole(mine, plane).view(torch.uint8), there.view(torch.uint8)), mine.names
+
+
+class Tied(Net):
+    """As `Net`, with a weight under two names, one without elements, and a table that nobody saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = nn.Linear(96, 96)
+        self.again.weight = self.layers[0][0].weight
+        self.none = nn.Parameter(torch.empty(0), requires_grad=False)
+        self.embedding = nn.Embedding(70, 96)
+        self.register_buffer("table", torch.arange(30_000.0), persistent=False)
+        self.register_buffer("large", torch.arange(30_000.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        place = self.inner(x) + self.embedding.weight.mean() + self.table[1].to(x.dtype)
+        return super().forward(x) + self.again(place).mean()
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize(
+    "settings",
+    some_of(
+        [{"param_dtype": "float16"}, {"param_dtype": "float32", "moments": "int8"}],
+        [{"param_dtype": "bfloat16", "moments": "int8"}, {"param_dtype": "float32"}, {"param_dtype": "bfloat16"}],
+    ),
+    ids=lambda each: "-".join(each.values()),
+)
+def test_it_is_the_snapshot_that_the_run_would_have_made(
+    settings: dict[str, Any], ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    swaps = [tmp_path / "a", tmp_path / "b"]
+    for directory in (*swaps, tmp_path / "on"):
+        directory.mkdir()
+    config = make_config(tmp_path, swap_dirs=swaps, host_memory="1MiB", **settings)
+    training = Training(config, model=Tied)
+    with training.runtime as runtime:
+        for _ in range(2):
+            training.step()
+        training.commit().wait()
+        runtime.snapshot(tmp_path / "copy").wait()
+        expected, state = training.step(), training.state()
+    report = reshard(capsys, swaps, tmp_path / "made", ranks)
+    assert report["what"] == ("snapshot for 1 rank" if ranks == 1 else "snapshot for 3 ranks")
+    assert open_snapshot(tmp_path / "made").manifest.world_size == ranks
+    same(tmp_path / "made", tmp_path / "copy")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["a", "b", "copy", "made", "on"]
+    there = make_config(tmp_path / "on", host_memory="2MiB", **settings)
+    again = Training(there, model=Tied, resume=tmp_path / "made")
+    with again.runtime:
+        assert again.done == 2
+        assert again.step() == expected
+        found = again.state()
+        assert found.keys() == state.keys()
+        for name, value in state.items():
+            assert torch.equal(found[name], value), name
+
+
+def test_before_the_first_step_there_are_no_moments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run").mkdir()
+    with tiermem.offload(Net(), make_config(tmp_path / "run")) as runtime:
+        runtime.commit().wait()
+        runtime.snapshot(tmp_path / "copy").wait()
+    reshard(capsys, [tmp_path / "run"], tmp_path / "made", 1)
+    same(tmp_path / "made", tmp_path / "copy")
+
+
+@pytest.fixture(scope="module")
+def of_ranks(warm_python: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """By stage: the folder of a run of two ranks."""
+    directory = tmp_path_factory.mktemp("ranks")
+    names = {stage: f"committed_{stage}" for stage in (1, 2, 3)}
+    reports: Reports = run_jobs(warm_python, directory, [(2, [*names.values()])])
+    for name in names.values():
+        assert values(reports[2, name]) == [None, None]
+    return {stage: next(directory.glob(f"*.{name}")) for stage, name in names.items()}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(PATIENCE)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_all_ranks_have_committed_becomes_one_snapshot(
+    stage: int, of_ranks: dict[int, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for ranks in (2, 1):
+        reshard(capsys, [of_ranks[stage] / "swap"], tmp_path / str(ranks), ranks)
+        same(tmp_path / str(ranks), of_ranks[stage] / "copy")
+    assert open_snapshot(tmp_path / "1").record["extras"] == [{"rank": 0}, {"rank": 1}]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(PATIENCE)
+def test_a_rank_that_is_not_there_is_an_error(
+    of_ranks: dict[int, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rank_00000").symlink_to(of_ranks[3] / "swap" / "rank_00000")
+    assert run(["snapshot", "reshard", str(tmp_path), "--to", str(tmp_path / "made"), "--ranks", "1"]) == 1
+    assert "found rank_00000 with commits of ['2'] ranks: resume the run" in capsys.readouterr().err
+    assert not (tmp_path / "made").exists()
+
+
+def committed(tmp_path: Path) -> dict[str, Any]:
+    """The record of a commit."""
+    (tmp_path / "run").mkdir()
+    with tiermem.offload(Net(), make_config(tmp_path / "run")) as runtime:
+        runtime.commit().wait()
+    manifest = swap.CommitStore([tmp_path / "run"], name="tiermem").read_latest()
+    assert manifest is not None
+    return copy.deepcopy(dict(manifest.user))
+
+
+@pytest.mark.parametrize("part", ["parameters", "copies"])
+def test_a_commit_that_says_too_little_is_refused_with_advice(part: str, tmp_path: Path) -> None:
+    record = committed(tmp_path)
+    if part == "parameters":
+        del record[part]
+    else:
+        record["layout"][part] = 2
+    with pytest.raises(tiermem.ConfigError, match=r"resume the run, and call runtime\.snapshot"):
+        rewriting._layouts(record)
+
+
+def shifted(record: dict[str, Any]) -> None:
+    record["layout"]["units"][0][1][0][5] += 64
+
+
+def nameless(record: dict[str, Any]) -> None:
+    record["parameters"]["names"].pop()
+
+
+def of_no_dtype(record: dict[str, Any]) -> None:
+    record["layout"]["units"][0][1][0][3] = "torch.nn"
+
+
+@pytest.mark.parametrize("damage", [shifted, nameless, of_no_dtype])
+def test_a_record_that_gives_other_places_is_refused_before_a_page_is_read(damage: Any, tmp_path: Path) -> None:
+    record = committed(tmp_path)
+    damage(record)
+    pages: Any = MarkedPages
+    with pytest.raises(swap.FormatError, match="expected the layout of a commit"):
+        snapshot_of([CommittedRank(record, pages)], tmp_path / "made", seconds=0.0)
+    assert not (tmp_path / "made").exists()
