@@ -133,6 +133,11 @@ def test_what_all_ranks_have_committed_becomes_one_snapshot(
     for ranks in (2, 1):
         reshard(capsys, [of_ranks[stage] / "swap"], tmp_path / str(ranks), ranks)
         same(tmp_path / str(ranks), of_ranks[stage] / "copy")
+    for paths, to in ((of_ranks[stage] / "copy", "one"), (of_ranks[stage] / "swap", "other")):
+        assert run(["snapshot", "export", str(paths), "--to", str(tmp_path / to)]) == 0
+    weights = (tmp_path / "one" / "model.safetensors").read_bytes()
+    assert (tmp_path / "other" / "model.safetensors").read_bytes() == weights
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["1", "2", "one", "other"]
     assert open_snapshot(tmp_path / "1").record["extras"] == [{"rank": 0}, {"rank": 1}]
 
 

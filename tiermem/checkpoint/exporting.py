@@ -124,8 +124,8 @@ class CommitSource:
             raise FormatError(f"expected the layout of a commit, found {error!r}") from error
         if ranks != 1:
             raise ConfigError(
-                f"this is the commit of {ranks} ranks, each of which has a part of every parameter: export a snapshot "
-                "of the run instead"
+                f"this is what one of {ranks} ranks has committed, each of which has a part of every parameter: give "
+                "the directories of the run, which hold those of the ranks"
             )
 
     def specs(self) -> Sequence[TensorSpec]:

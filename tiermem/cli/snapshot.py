@@ -136,14 +136,14 @@ def verify(paths: Sequence[Path]) -> SnapshotReport:
 def export(paths: Sequence[Path], to: Path, *, max_shard_nbytes: int) -> WrittenReport:
     """Write the weights as `from_pretrained` reads them; waits. Raises what `verify` raises, and for a full disk."""
     source: SnapshotSource | CommitSource
-    if _is_snapshot(paths):
-        snapshot = open_snapshot(paths[0])
-        source = SnapshotSource(snapshot)
-        save_pretrained(to, source, recorded(snapshot.record).files, max_shard_nbytes=max_shard_nbytes)
-    else:
-        with _opened(paths) as (manifest, space, mark):
-            source = CommitSource(manifest.user, MarkedPages(space, mark))
-            save_pretrained(to, source, recorded(manifest.user).files, max_shard_nbytes=max_shard_nbytes)
+    with ExitStack() as opened:
+        if _is_snapshot(paths) or len(_ranks(paths)) > 1:
+            snapshot = opened.enter_context(_snapshot(paths, to))
+            record, source = snapshot.record, SnapshotSource(snapshot)
+        else:
+            manifest, space, mark = opened.enter_context(_opened(paths))
+            record, source = manifest.user, CommitSource(manifest.user, MarkedPages(space, mark))
+        save_pretrained(to, source, recorded(record).files, max_shard_nbytes=max_shard_nbytes)
     return dataclasses.replace(_written("weights", paths, to), lacking=source.lacking)
 
 
@@ -152,26 +152,36 @@ def rewrite(paths: Sequence[Path], to: Path, *, ranks: int) -> WrittenReport:
 
     Raises what `verify` raises, and for a full disk.
     """
-    if _is_snapshot(paths):
-        written = reshard(open_snapshot(paths[0]), to, ranks=ranks)
-    else:
-        with ExitStack() as opened:
-            committed = [opened.enter_context(_opened(*each)) for each in _ranks(paths)]
-            parts = [CommittedRank(manifest.user, MarkedPages(space, mark)) for manifest, space, mark in committed]
-            seconds = committed[0][0].seconds
-            if len(parts) == ranks:
-                written = snapshot_of(parts, to, seconds=seconds)
-            else:  # as it is first: what each rank is to have lies across pages of several
-                parent = to.expanduser().absolute().parent
-                if not parent.is_dir():
-                    raise ConfigError(f"expected {str(parent)!r} to be a folder, found none; create it first")
-                between = opened.enter_context(TemporaryDirectory(prefix=f".{SPACE_NAME}.", dir=parent))
-                whole = snapshot_of(parts, Path(between) / "whole", seconds=seconds)
-                written = reshard(whole, to, ranks=ranks)
+    if not _is_snapshot(paths) and len(_ranks(paths)) == ranks:
+        written = _of_ranks(paths, to)
+    else:  # a commit as it is first: what each rank is to have lies across pages of several
+        with _snapshot(paths, to) as snapshot:
+            written = reshard(snapshot, to, ranks=ranks)
     for damage in written.verify():
         raise swap.FormatError(f"what was written is damaged: {damage}")
     report = _written(f"snapshot for {counted(ranks, 'rank')}", paths, written.path)
     return dataclasses.replace(report, lacking=SnapshotSource(written).lacking)
+
+
+@contextmanager
+def _snapshot(paths: Sequence[Path], to: Path) -> Iterator[Snapshot]:
+    """The snapshot that is given, or one of the commit that is, which lies beside `to` meanwhile."""
+    if _is_snapshot(paths):
+        yield open_snapshot(paths[0])
+        return
+    parent = to.absolute().parent
+    if not parent.is_dir():
+        raise ConfigError(f"expected {str(parent)!r} to be a folder, found none; create it first")
+    with TemporaryDirectory(prefix=f".{SPACE_NAME}.", dir=parent) as folder:
+        yield _of_ranks(paths, Path(folder) / "snapshot")
+
+
+def _of_ranks(paths: Sequence[Path], to: Path) -> Snapshot:
+    """Write what all ranks have committed to `to`, as a snapshot of as many."""
+    with ExitStack() as opened:
+        committed = [opened.enter_context(_opened(*each)) for each in _ranks(paths)]
+        parts = [CommittedRank(manifest.user, MarkedPages(space, mark)) for manifest, space, mark in committed]
+        return snapshot_of(parts, to, seconds=committed[0][0].seconds)
 
 
 def counted(count: int, noun: str) -> str:
@@ -236,8 +246,7 @@ def _leftovers(directories: Sequence[Path]) -> swap.Leftovers:
     if len({each.name for each in directories}) > 1 and all(each.name.startswith(RANK_PREFIX) for each in directories):
         raise ConfigError(
             f"expected the folders of one rank, found {', '.join(map(str, directories))}: a commit of several ranks is "
-            "looked at rank by rank; of all together `tiermem snapshot reshard` makes a snapshot, given the run's "
-            "directories"
+            "listed and verified rank by rank; exported and resharded it is as a whole: give the run's directories"
         )
     return swap.find_leftovers(directories, name=SPACE_NAME)
 
@@ -255,7 +264,7 @@ def _manifest(directories: Sequence[Path], leftovers: swap.Leftovers) -> Manifes
         if ranks := sorted({each.parent for each in directory.glob(f"{RANK_PREFIX}*/{SPACE_NAME}.*.manifest")}):
             raise ResumeError(
                 f"{directory} holds the commit of {counted(len(ranks), 'rank')}: give the folder of one of them, such "
-                f"as {ranks[0]}; of all together `tiermem snapshot reshard` makes a snapshot"
+                f"as {ranks[0]}; export and reshard take all together"
             )
     raise ResumeError(f"nothing is committed in {', '.join(map(str, directories))}")
 
