@@ -94,5 +94,5 @@ def test_a_record_that_is_none(path: list[Any], value: Any) -> None:
 def test_a_commit_of_several_ranks_is_refused() -> None:
     record = copy.deepcopy(RECORD)
     record["layout"]["world_size"] = 2
-    with pytest.raises(tiermem.ConfigError, match="what one of 2 ranks has committed.*give the directories of the run"):
+    with pytest.raises(tiermem.ConfigError, match="give the directories of the run"):
         source(record)
