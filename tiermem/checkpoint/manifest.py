@@ -78,7 +78,8 @@ class Kept:
 class SnapshotManifest:
     """A snapshot. `record`: step, random states by rank, optimizers, the caller's extra, param_dtype, pretrained.
 
-    `extra` is the first rank's; where another one's differs the record has "extras", a list by rank.
+    `extra` is the first rank's; where another one's differs the record has "extras", a list by rank. One that was made
+    of a commit has "others as built": buffers that are not there are those of the program that builds the model.
 
     `seconds`: when it was made, since 1970 UTC, for people only.
     """

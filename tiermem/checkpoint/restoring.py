@@ -31,7 +31,6 @@ class SnapshotWeights:
         self._compare = compare
         self._kept = {kept.names[0]: kept for kept in snapshot.manifest.kept}
         self._recorded: Container[str] = snapshot.record.get("buffers", {})
-        self._as_built = bool(snapshot.record.get("others as built"))
         problems = list(_differences(snapshot, model))
         if problems:
             shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
@@ -60,8 +59,9 @@ class SnapshotWeights:
     def fill_others(self, model: nn.Module) -> None:
         """Give the model's buffers the values they had."""
         for name, buffer in model.named_buffers():
-            if name in self._recorded or (self._as_built and name not in self._kept):
-                continue  # made in training, or sparse: the record has it (`runtime.buffers`)
+            # Made in training, or sparse: the record has it (`runtime.buffers`); or not there: it is as it was built.
+            if name in self._recorded or name not in self._kept:
+                continue
             fill_buffer(model, name, buffer, self._snapshot.whole(self._kept[name], VALUE, compare=self._compare))
 
     def moments(self, holding: Holding) -> MomentsOf | None:

@@ -45,13 +45,12 @@ def snapshot_of(ranks: Sequence[CommittedRank], path: str | os.PathLike[str], *,
     first = records[0]
     layouts = _layouts(first)
     whole = len(ranks) > 1 and int(first["layout"]["stage"]) < 3
-    shards = [
-        MarkedShard(
-            rank.pages, own, {each.unit: unit_state(each, _coded(first)) for each in own if each.layout.trainable}
-        )
-        for number, rank in enumerate(ranks)
-        for own in [shards_of(layouts, number, whole=whole, copies=1)]
-    ]
+    coded = frozenset(first["parameters"]["coded"])
+    shards = []
+    for number, rank in enumerate(ranks):
+        own = shards_of(layouts, number, whole=whole, copies=1)
+        states = {each.unit: unit_state(each, coded) for each in own if each.layout.trainable}
+        shards.append(MarkedShard(rank.pages, own, states))
     moments = set().union(*(shard.moments for shard in shards))
     with Draft(path) as draft:
         parts = []
@@ -71,10 +70,6 @@ def _record(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if any(extra != extras[0] for extra in extras):
         found["extras"] = extras
     return found
-
-
-def _coded(record: Mapping[str, Any]) -> frozenset[int]:
-    return frozenset(record["parameters"]["coded"])
 
 
 def _layouts(record: Mapping[str, Any]) -> list[UnitLayout]:
