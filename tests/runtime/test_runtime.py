@@ -15,6 +15,7 @@ import re
 import textwrap
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -998,20 +999,25 @@ def test_a_dropped_runtime_may_be_closed_while_an_executor_is_given_work(tmp_pat
     """All executors of the process share a lock, which is held then; aiofiles closes its files through one."""
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
     dropped = [tiermem.offload(model, config_for(tmp_path, "2MiB", "step", io_backend=io_backend), coalesce=0)]
+    alive = weakref.ref(dropped[0])
     dropped.append(dropped)
-    with gc_off(), ThreadPoolExecutor(1) as pool:
+    with gc_off(), ThreadPoolExecutor(1) as pool, monkeypatch.context() as patch:
         del dropped
-        begin, here = Future.__init__, threading.get_ident()
+        begin, here, end = Future.__init__, threading.get_ident(), time.monotonic() + 20
 
         def collect_and_begin(future):
             if threading.get_ident() == here:  # what was dropped may still be writing, through executors of its own
-                monkeypatch.undo()
+                patch.undo()
                 gc.collect()
             begin(future)
 
-        monkeypatch.setattr(Future, "__init__", collect_and_begin)
+        def submit_until_collected():
+            while alive() is not None and time.monotonic() < end:  # a thread of its own may be about to let it go
+                patch.setattr(Future, "__init__", collect_and_begin)
+                assert pool.submit(int).result() == 0
+
         with pytest.warns(ResourceWarning, match="never closed"):
-            assert pool.submit(int).result() == 0
+            submit_until_collected()
         wait_until_empty(tmp_path, threading.Event())
     assert list(tmp_path.iterdir()) == []
 
