@@ -19,6 +19,7 @@ from tiermem.runtime.blueprint import draw
 from tiermem.runtime.company import find_company
 from tiermem.runtime.face import Runtime
 from tiermem.runtime.house import build
+from tiermem.zero3.fibers import OwnStack
 
 WIDTH = 64
 
@@ -69,6 +70,10 @@ def least_device(model: nn.Module, directory: Path) -> int:
     return int(re.search(r"at least (\d+) bytes", str(caught.value)).group(1))
 
 
+def runtime_on(device: StreamDevice, model: nn.Module, config: tiermem.Config) -> Runtime:
+    return Runtime(build(draw(model, config, None), config, Beginning(), find_company(config), device=device))
+
+
 @pytest.mark.parametrize("update_on", ["host", "auto"])
 @pytest.mark.parametrize("update", ["step", "backward"])
 def test_what_is_called_on_several_streams_is_waited_for(update, update_on, tmp_path, monkeypatch):
@@ -76,7 +81,7 @@ def test_what_is_called_on_several_streams_is_waited_for(update, update_on, tmp_
     model, caller = Branches(device.streams), device.streams.current()
     more = {"device": "simulated", "device_memory": 2 * least_device(model, tmp_path), "update_on": update_on}
     config = config_for(tmp_path, 64 * MIB, update, poison=False, **more)
-    with Runtime(build(draw(model, config, None), config, Beginning(), find_company(config), device=device)) as runtime:
+    with runtime_on(device, model, config) as runtime:
         monkeypatch.setattr(Lease, "tensor", device.watch_leases(runtime._house.storage.arenas[Tier.DEVICE]))
         optimizer = tiermem.AdamW(model.parameters(), lr=1e-2)
         for _ in range(4):
@@ -88,3 +93,31 @@ def test_what_is_called_on_several_streams_is_waited_for(update, update_on, tmp_
             optimizer.zero_grad()
     assert device.streams.checks > 20
     assert device.streams.early == []
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+def test_micro_batches_that_go_through_together_may_each_be_on_a_stream_of_their_own(update, tmp_path, monkeypatch):
+    """What one of them had brought the others use, too; and the caller's lets go of it."""
+    monkeypatch.setattr(OwnStack, "possible", False)  # a thread each, which is what has a stream here
+    device = StreamDevice()
+    streams, caller = device.streams, device.streams.current()
+    model = nn.Sequential(nn.Embedding(40, WIDTH), *(Layer(streams) for _ in range(4)))
+    more = {"device": "simulated", "device_memory": least_device(model, tmp_path)}
+
+    def loss(micro_batch: tuple[int, torch.Tensor]) -> torch.Tensor:
+        number, tokens = micro_batch
+        streams.enter(number)
+        streams.wait_for(caller)
+        return model(tokens).square().mean()
+
+    with runtime_on(device, model, config_for(tmp_path, 64 * MIB, update, poison=False, **more)) as runtime:
+        monkeypatch.setattr(Lease, "tensor", device.watch_leases(runtime._house.storage.arenas[Tier.DEVICE]))
+        optimizer = tiermem.AdamW(model.parameters(), lr=1e-2)
+        for _ in range(4):
+            runtime.forward_backward([(number, torch.randint(40, (2, 6))) for number in range(3)], loss)
+            for number in range(3):
+                streams.wait_for(number)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert streams.checks > 20
+    assert streams.early == []

@@ -59,7 +59,9 @@ def forward_backward(house: House, micro_batches: Iterable[Any], loss: Loss | No
         Passage(measure, batch, seed, surroundings, cutting.cuts(count))
         for batch, seed in zip(batches, seeds, strict=True)
     ]
-    scheduler.lockstep = Lockstep(house.gatherer, scheduler.announce, _run_in(house, count), _resident(house))
+    scheduler.lockstep = Lockstep(
+        house.gatherer, scheduler.announce, _run_in(house, count), _resident(house), house.storage.follow
+    )
     try:
         scheduler.lockstep.run(passages)
         cutting.succeeded(count)

@@ -84,7 +84,7 @@ class Lockstep:
 
     `run_in`: what each runs in. `complete(unit)` is told when all have passed a unit and nothing holds it, and again of
     every unit when all have ended: meanwhile a graph that still asked for it may have died. `resident`: units that are
-    always there, for which nobody waits.
+    always there, for which nobody waits. `follow()`: see `Device`; computations may each be on a stream of their own.
     """
 
     def __init__(
@@ -93,8 +93,10 @@ class Lockstep:
         complete: Callable[[int], None],
         run_in: RunIn = OwnThread,
         resident: Container[int] = (),
+        follow: Callable[[], None] = lambda: None,
     ) -> None:
         self._gatherer = gatherer
+        self._follow = follow
         self._resident = resident
         self._complete = complete
         self._run_in = run_in
@@ -153,6 +155,7 @@ class Lockstep:
         if self._abandoned:
             raise _AbandonedError("another micro-batch has failed")
         walker.computation.resume()
+        self._follow()
         walker.unit = unit
         walker.passed += 1
         walker.entering = True
@@ -236,6 +239,7 @@ class Lockstep:
 
     def _let_go(self) -> None:
         unit, self._held = self._held, None
+        self._follow()
         if unit is None or self._gatherer.unhold(unit):
             return
         self._gatherer.reshard(unit)
