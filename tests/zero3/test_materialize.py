@@ -203,6 +203,7 @@ FORMS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch 2.11, also where it is told not to check
 @pytest.mark.parametrize("form", sorted(FORMS))
 def test_meta_buffer_of_any_kind_that_nobody_wrote_is_named(form):
     with torch.device("meta"):
