@@ -270,20 +270,6 @@ def test_training_goes_on_from_weights_that_were_exported(
     assert "expected 'out/model.safetensors' to be a safetensors file" in capsys.readouterr().err
 
 
-def test_a_commit_of_several_ranks_is_said_to_be_one(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    folders = [tmp_path / f"rank_0000{number}" for number in range(2)]
-    for folder in folders:
-        folder.mkdir()
-        training = Training(make_config(folder))
-        training.step()
-        training.commit().wait()
-        training.close()
-    error = call(capsys, "list", tmp_path, code=1)
-    assert f"{tmp_path} holds the commit of 2 ranks: give the folder of one of them, such as {folders[0]}" in error
-    assert "expected the folders of one rank" in call(capsys, "export", *folders, "--to", tmp_path / "out", code=1)
-    assert call(capsys, "list", folders[1])["kind"] == "commit"
-
-
 def test_sparse_buffers_are_not_exported_and_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """No file of weights can hold them."""
     model = Net()

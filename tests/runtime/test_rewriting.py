@@ -139,6 +139,12 @@ def test_what_all_ranks_have_committed_becomes_one_snapshot(
     assert (tmp_path / "other" / "model.safetensors").read_bytes() == weights
     assert sorted(each.name for each in tmp_path.iterdir()) == ["1", "2", "one", "other"]
     assert open_snapshot(tmp_path / "1").record["extras"] == [{"rank": 0}, {"rank": 1}]
+    for command in ("list", "verify"):
+        capsys.readouterr()
+        assert run(["snapshot", command, str(of_ranks[stage] / "swap"), "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["step"], found["world_size"], found["ranks"]["stage"], found["damaged"]) == (2, 2, stage, [])
+        assert [each["extra"] for each in found["ranks"]["each"]] == [{"rank": 0}, {"rank": 1}]
 
 
 @pytest.mark.long
@@ -148,7 +154,8 @@ def test_a_rank_that_is_not_there_is_an_error(
 ) -> None:
     (tmp_path / "rank_00000").symlink_to(of_ranks[3] / "swap" / "rank_00000")
     assert run(["snapshot", "reshard", str(tmp_path), "--to", str(tmp_path / "made"), "--ranks", "1"]) == 1
-    assert "found rank_00000 with commits of ['2'] ranks: resume the run" in capsys.readouterr().err
+    reason = f"rank 1: there is no folder {tmp_path / 'rank_00001'}"
+    assert f"expected one commit of all ranks of a run, found {reason}; resume the run" in capsys.readouterr().err
     assert not (tmp_path / "made").exists()
 
 

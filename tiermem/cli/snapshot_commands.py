@@ -18,7 +18,7 @@ from tiermem.cli.terminal import fail, print_object, print_table
 from tiermem.memory.sizes import parse_bytes
 
 if TYPE_CHECKING:
-    from tiermem.cli.snapshot import SnapshotReport, WrittenReport
+    from tiermem.cli.snapshot_report import SnapshotReport, WrittenReport
 
 app = typer.Typer(
     help="List, verify, export and reshard what is in swap directories or in a snapshot.", no_args_is_help=True
@@ -30,7 +30,7 @@ def list_command(paths: options.SnapshotPaths, json: options.Json = False) -> No
     """Say what is committed in the swap directories of a run, or what a snapshot holds. Exit code 1 if nothing."""
     from tiermem.cli.snapshot import look
 
-    show(look(paths), json=json)
+    show_found(look(paths), json=json)
 
 
 @app.command("verify")
@@ -38,10 +38,7 @@ def verify_command(paths: options.SnapshotPaths, json: options.Json = False) -> 
     """Read every byte of a commit or a snapshot and compare its checksums. Exit code 1 if something is damaged."""
     from tiermem.cli.snapshot import verify
 
-    report = verify(paths)
-    show(report, json=json)
-    if report.damaged:
-        raise typer.Exit(fail(f"damaged: {'; '.join(report.damaged)}", 1))
+    show_found(verify(paths), json=json)
 
 
 @app.command("export")
@@ -65,6 +62,13 @@ def reshard_command(
     from tiermem.cli.snapshot import rewrite
 
     show(rewrite(paths, to, ranks=ranks), json=json)
+
+
+def show_found(report: SnapshotReport, *, json: bool) -> None:
+    """Print what was found; exit code 1, and a line on stderr, where something is wrong with it."""
+    show(report, json=json)
+    if problems := report.problems():
+        raise typer.Exit(fail(problems, 1))
 
 
 def show(report: SnapshotReport | WrittenReport, *, json: bool) -> None:
