@@ -174,6 +174,27 @@ def test_damage_is_an_exit_code_and_one_line(capsys: pytest.CaptureFixture[str],
         assert error.count("\n") == 1
 
 
+def test_all_damage_of_a_snapshot_is_named(capsys: pytest.CaptureFixture[str], trained: Any, tmp_path: Path) -> None:
+    folder, _, _ = trained
+    copy = tmp_path / "copy"
+    call(capsys, "reshard", folder / "copy", "--ranks", 3, "--to", copy)
+    files = sorted(copy.glob("rank-*.safetensors"))
+    whole = {file: file.read_bytes() for file in files}
+    for file in files[::2]:  # in the first element of each: pieces of the same parameter
+        first = 8 + int.from_bytes(whole[file][:8], "little")
+        file.write_bytes(whole[file][:first] + bytes([whole[file][first] ^ 1]) + whole[file][first + 1 :])
+    report = call(capsys, "verify", copy, code=1)
+    assert [[file.name for file in files if file.name in line] for line in report["damaged"]] == [
+        [files[0].name],
+        [files[2].name],
+    ]
+    files[0].unlink()
+    files[2].write_bytes(whole[files[2]][:-1])
+    for command in ("list", "verify"):
+        error = call(capsys, command, copy, code=1)
+        assert f"{files[0].name} is missing; expected {str(files[2])!r} to be a whole" in error
+
+
 def test_a_running_run_is_left_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     training = Training(make_config(tmp_path / "run", param_dtype="bfloat16"))

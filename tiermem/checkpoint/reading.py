@@ -17,7 +17,7 @@ import torch
 import xxhash
 
 from swap import ChecksumError, FormatError, SwapError
-from tiermem.checkpoint.manifest import NAME, VALUE, Kept, Piece, SnapshotManifest, parse
+from tiermem.checkpoint.manifest import NAME, VALUE, DataFile, Kept, Piece, SnapshotManifest, parse
 from tiermem.checkpoint.tensor_file import (
     BLOCK_NBYTES,
     DTYPES,
@@ -66,14 +66,19 @@ class Snapshot:
 
     def verify(self) -> Iterator[str]:
         """Read every byte of data and compare it; yield what is wrong. Raises nothing for damage."""
-        for kept in self.manifest.kept:
-            for plane in kept.planes:
-                try:
-                    reader = self.reader(kept, plane)
-                    for block in blocks_of(reader, kept.numel):
-                        del block
-                except SwapError as error:
-                    yield str(error)
+        pieces = [
+            (piece, self.dtype(kept, plane))
+            for kept in self.manifest.kept
+            for plane, pieces in kept.planes.items()
+            for piece in pieces
+        ]
+        for piece, dtype in pieces:  # each by itself: those after a damaged one are in other ranks' files
+            try:
+                reader = PlaneReader(self.files, [piece], dtype, first=piece.first, compare=True)
+                for block in blocks_of(reader, piece.count):
+                    del block
+            except SwapError as error:
+                yield str(error)
 
 
 class PlaneReader:
@@ -159,20 +164,34 @@ def open_snapshot(path: str | os.PathLike[str]) -> Snapshot:
     if not (folder / NAME).exists():
         raise ResumeError(f"expected a snapshot in {str(folder)!r}, found no {NAME} there")
     manifest = parse(read_text(folder / NAME).encode(), os.fspath(folder / NAME))
-    files = []
+    files: list[TensorFile] = []
+    errors: list[FormatError] = []
     for data in manifest.files:
-        if not (folder / data.name).exists():
-            raise FormatError(f"the snapshot {str(folder)!r} is not whole: {data.name} is missing")
-        files.append(open_tensors(folder / data.name))
-        found = (folder / data.name).stat().st_size
-        if found != data.nbytes:
-            raise FormatError(f"expected {str(folder / data.name)!r} to have {data.nbytes} bytes, found {found}")
-        if (digest := _header_checksum(files[-1])) != data.header:
-            raise FormatError(f"the header of {str(folder / data.name)!r}: expected {data.header}, found {digest}")
+        try:
+            files.append(_open_file(folder, data))
+        except FormatError as error:  # the others are looked at, too: who mends it wants to know all
+            errors.append(error)
+    if len(errors) > 1:
+        raise FormatError("; ".join(map(str, errors)))
+    if errors:
+        raise errors[0]
     snapshot = Snapshot(folder, manifest, tuple(files))
     for kept in manifest.kept:
         _require_tensors(snapshot, kept)
     return snapshot
+
+
+def _open_file(folder: Path, data: DataFile) -> TensorFile:
+    """One of its files. Raises FormatError if it is not the one that was written."""
+    if not (folder / data.name).exists():
+        raise FormatError(f"the snapshot {str(folder)!r} is not whole: {data.name} is missing")
+    file = open_tensors(folder / data.name)
+    found = (folder / data.name).stat().st_size
+    if found != data.nbytes:
+        raise FormatError(f"expected {str(folder / data.name)!r} to have {data.nbytes} bytes, found {found}")
+    if (digest := _header_checksum(file)) != data.header:
+        raise FormatError(f"the header of {str(folder / data.name)!r}: expected {data.header}, found {digest}")
+    return file
 
 
 def _require_tensors(snapshot: Snapshot, kept: Kept) -> None:
