@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from doubles_rank_idioms import kept_of, told
+from doubles_rank_idioms import committed, kept_of, told
 from doubles_rank_scenarios import (
     CLIP,
     Experts,
@@ -36,6 +36,18 @@ KEPT, DEPTH = 128, 6  # width and depth of the model whose bytes are counted
 
 def pairs() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+def crossed() -> DeviceMesh:
+    """As `pairs`, where the first two ranks hold the same part."""
+    return DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("replicate", "shard"))
+
+
+def hybrid_committed(name: str, mesh: Callable[[], DeviceMesh], stage: int) -> Scenario:
+    """What two copies commit, and beside it the snapshot that they make."""
+    scenario = committed(stage, mesh=mesh)
+    scenario.__name__ = f"hybrid_committed_{name}"
+    return scenario
 
 
 def run(name: str, make: Callable[[], torch.nn.Module], **how: Any) -> Scenario:
@@ -144,6 +156,8 @@ SCENARIOS: dict[str, Scenario] = {
         run("device", Odd, device="simulated", device_memory="8MiB"),
         run("settled", Odd, device="simulated", device_memory="8MiB", update_on="auto"),
         hybrid_committing,
+        hybrid_committed("pairs", pairs, 3),
+        hybrid_committed("crossed", crossed, 2),
         hybrid_copied,
         hybrid_kept,
         hybrid_differs,

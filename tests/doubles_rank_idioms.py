@@ -130,14 +130,15 @@ def _continued(directory: Path, rank: int, size: int, *, before: int | None, ste
         return {"losses": losses, "weights": parameters_of(runtime), "steps": count}
 
 
-def committed(stage: int) -> Callable[[Path, int, int], Any]:
+def committed(stage: int, *, mesh: Callable[[], Any] = lambda: None) -> Callable[[Path, int, int], Any]:
     """Two steps that are committed, and beside them a snapshot of the same; each rank keeps something else besides."""
 
     def scenario(directory: Path, rank: int, size: int) -> Any:
         torch.manual_seed(1)
         model = Odd()
         dtype = "float32" if stage == 2 else "bfloat16"
-        with tiermem.offload(model, config_for(directory, stage=stage, param_dtype=dtype)) as runtime:
+        config = config_for(directory, stage=stage, param_dtype=dtype)
+        with tiermem.offload(model, config, mesh=mesh()) as runtime:
             optimizer = tiermem.AdamW(model.parameters(), lr=1e-3)
             for step in range(2):
                 loss_of(model, part(tokens(step), rank, size)).backward()

@@ -126,6 +126,37 @@ def of_ranks(warm_python: WarmPython, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.mark.long
 @pytest.mark.timeout(PATIENCE)
+def test_what_two_copies_of_the_model_have_committed_becomes_one_snapshot(
+    warm_python: WarmPython, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first copy, whichever ranks hold it, with the random states and the extra of all."""
+    names = ["hybrid_committed_pairs", "hybrid_committed_crossed"]
+    (tmp_path / "run").mkdir()
+    reports = run_jobs(warm_python, tmp_path / "run", [(4, names)])
+    for name in names:
+        assert values(reports[4, name]) == [None] * 4
+        folder = next((tmp_path / "run").glob(f"*.{name}"))
+        capsys.readouterr()
+        assert run(["snapshot", "verify", str(folder / "swap"), "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["world_size"], found["ranks"]["copies"], found["ranks"]["disagreement"]) == (4, 2, None)
+        assert [each["part"] for each in found["ranks"]["each"]] == (
+            [[0, 0], [0, 1], [1, 0], [1, 1]] if name.endswith("pairs") else [[0, 0], [1, 0], [0, 1], [1, 1]]
+        )
+        for ranks in (2, 4):
+            made = tmp_path / f"{name} for {ranks}"
+            reshard(capsys, [folder / "swap"], made, ranks)
+            assert open_snapshot(made).manifest.world_size == ranks
+            same(made, folder / "copy")
+        assert open_snapshot(made).record["extras"] == [{"rank": rank} for rank in range(4)]
+        for paths, to in ((folder / "copy", "one"), (folder / "swap", "other")):
+            assert run(["snapshot", "export", str(paths), "--to", str(folder / to)]) == 0
+        weights = (folder / "one" / "model.safetensors").read_bytes()
+        assert (folder / "other" / "model.safetensors").read_bytes() == weights
+
+
+@pytest.mark.long
+@pytest.mark.timeout(PATIENCE)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_what_all_ranks_have_committed_becomes_one_snapshot(
     stage: int, of_ranks: dict[int, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -169,6 +200,18 @@ def committed(tmp_path: Path) -> dict[str, Any]:
     return copy.deepcopy(dict(manifest.user))
 
 
+@pytest.mark.long
+@pytest.mark.timeout(PATIENCE)
+def test_the_folders_of_one_rank_are_not_the_commit(
+    of_ranks: dict[int, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, to = str(of_ranks[3] / "swap" / "rank_00001"), ["--to", str(tmp_path / "made")]
+    for command, *more in (["reshard", "--ranks", "1"], ["reshard", "--ranks", "2"], ["export"]):
+        assert run(["snapshot", command, one, *more, *to]) == 1
+        assert "holds what one of 2 ranks has committed" in capsys.readouterr().err
+    assert not (tmp_path / "made").exists()
+
+
 @pytest.mark.parametrize("part", ["parameters", "copies"])
 def test_a_commit_that_says_too_little_is_refused_with_advice(part: str, tmp_path: Path) -> None:
     record = committed(tmp_path)
@@ -176,6 +219,7 @@ def test_a_commit_that_says_too_little_is_refused_with_advice(part: str, tmp_pat
         del record[part]
     else:
         record["layout"][part] = 2
+        del record["part"]
     with pytest.raises(tiermem.ConfigError, match=r"resume the run, and call runtime\.snapshot"):
         rewriting._layouts(record)
 

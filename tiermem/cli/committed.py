@@ -123,7 +123,13 @@ def disagreement(found: Sequence[Committed]) -> str | None:
 
 
 def require_agreement(found: Sequence[Committed]) -> None:
-    """Raise ResumeError where they are no commit of a run as a whole."""
+    """Raise ResumeError where they are no commit of a run as a whole, ConfigError for the folders of one rank."""
+    alone = found[0].manifest
+    if found[0].rank is None and alone is not None and world_size(alone) > 1:
+        raise ConfigError(
+            f"{named(found[0].directories)} holds what one of {world_size(alone)} ranks has committed, a part of every "
+            "parameter: give the directories of the run, which hold those of the ranks"
+        )
     reasons = [f"rank {each.rank}: {each.error}" for each in found if each.error is not None]
     reasons += filter(None, [disagreement(found)])
     if reasons:

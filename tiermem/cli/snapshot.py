@@ -81,7 +81,7 @@ def rewrite(paths: Sequence[Path], to: Path, *, ranks: int) -> WrittenReport:
 
     Raises what `verify` raises, and for a full disk.
     """
-    if not _is_snapshot(paths) and len(_as_a_whole(paths)) == ranks:
+    if not _is_snapshot(paths) and _sharing(_as_a_whole(paths)) == ranks:
         written = _of_ranks(paths, to)
     else:  # a commit as it is first: what each rank is to have lies across pages of several
         with _snapshot(paths, to) as snapshot:
@@ -106,7 +106,7 @@ def _snapshot(paths: Sequence[Path], to: Path) -> Iterator[Snapshot]:
 
 
 def _of_ranks(paths: Sequence[Path], to: Path) -> Snapshot:
-    """Write what all ranks have committed to `to`, as a snapshot of as many."""
+    """Write what all ranks have committed to `to`, as a snapshot of those who share a copy of the model."""
     with ExitStack() as opened:
         committed = [opened.enter_context(each.opened()) for each in _as_a_whole(paths)]
         parts = [CommittedRank(manifest.user, MarkedPages(space, mark)) for manifest, space, mark in committed]
@@ -131,6 +131,12 @@ def _is_snapshot(paths: Sequence[Path]) -> bool:
                 f"{len(paths)} paths"
             )
     return False
+
+
+def _sharing(found: Sequence[Committed]) -> int | None:
+    """How many ranks share a copy of the model; the files of one copy make a snapshot."""
+    manifest = found[0].manifest
+    return manifest.user.get("layout", {}).get("world_size") if manifest is not None else None
 
 
 def _of_commit(
@@ -181,6 +187,7 @@ def _of_rank(committed: Committed, damage: tuple[str, ...]) -> RankReport:
     return RankReport(
         rank,
         directories,
+        part=manifest.user.get("part"),
         generation=manifest.generation,
         step=manifest.user.get("step"),
         seconds=manifest.seconds,

@@ -26,11 +26,13 @@ def counted(count: int, noun: str) -> str:
 class RankReport:
     """What one of several ranks has committed. Without a `generation` nothing that can be read: `damaged` says why.
 
+    `part`: of which copy of the model it has which part, both from 0; null where an earlier version did not say.
     `in_use`: by a run that is going on. `nbytes` and `pages` are of its part of the state, in `files` swap files.
     """
 
     rank: int
     directories: tuple[str, ...]
+    part: tuple[int, int] | None = None
     generation: int | None = None
     step: int | None = None
     seconds: float | None = None
@@ -41,15 +43,16 @@ class RankReport:
     in_use: bool = False
     damaged: tuple[str, ...] = ()
 
-    def to_text(self, *, verified: bool) -> str:
-        """A line of the table."""
+    def to_text(self, *, verified: bool, copies: int) -> str:
+        """A line of the table. `copies`: of the model."""
         if self.generation is None:
             return "nothing that can be read"
         parts = f"{format_bytes(self.nbytes)} in {counted(self.pages, 'page')} in {counted(self.files, 'file')}"
         state = " (in use)" if self.in_use else ""
         if verified:
             state += ", DAMAGED" if self.damaged else ", whole"
-        return f"commit {self.generation}, step {self.step}, {parts}{state}"
+        place = f"copy {self.part[0]}, part {self.part[1]}: " if copies > 1 and self.part is not None else ""
+        return f"{place}commit {self.generation}, step {self.step}, {parts}{state}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +128,10 @@ class SnapshotReport:
         if self.ranks is not None:
             table.add_row("of", self.ranks.to_text(self.world_size or 1))
         for rank in each:
-            table.add_row(f"rank {rank.rank}", rank.to_text(verified=self.verified))
+            table.add_row(
+                f"rank {rank.rank}",
+                rank.to_text(verified=self.verified, copies=self.ranks.copies if self.ranks is not None else 1),
+            )
         if self.ranks is not None and self.ranks.disagreement:
             table.add_row("ranks", "DISAGREE")
         elif each and number:

@@ -31,6 +31,7 @@ def start_commit(house: House, extra: Any) -> PendingCommit:
         "format": FORMAT,
         "run": house.company.run,
         "rank": house.company.rank,
+        "part": [house.company.grid.copies.rank, house.company.grid.shards.rank],  # which copy, and which part of it
         "layout": house.layout_record,
         "parameters": parameters_record(house.layouts, house.blueprint.states.values()),
         "buffers": house.buffers.capture(),

@@ -37,17 +37,18 @@ class CommittedRank:
 def snapshot_of(ranks: Sequence[CommittedRank], path: str | os.PathLike[str], *, seconds: float) -> Snapshot:
     """Write the commit of all `ranks`, in their order, to `path` as a snapshot of as many; waits.
 
-    `seconds`: when it was committed, since 1970 UTC. Raises ConfigError for a commit that this cannot be made of and a
-    path that is taken, FormatError for a damaged record, swap.SwapError for damaged pages and a failing disk; nothing
-    is left then.
+    Of several copies of the model the first is written, as one of as many ranks as share it. `seconds`: when it was
+    committed, since 1970 UTC. Raises ConfigError for a commit that this cannot be made of and a path that is taken,
+    FormatError for a damaged record, swap.SwapError for damaged pages and a failing disk; nothing is left then.
     """
     records = [rank.record for rank in ranks]
     first = records[0]
     layouts = _layouts(first)
     whole = len(ranks) > 1 and int(first["layout"]["stage"]) < 3
     coded = frozenset(first["parameters"]["coded"])
+    holders = _first_copy(ranks)
     shards = []
-    for number, rank in enumerate(ranks):
+    for number, rank in enumerate(holders):
         own = shards_of(layouts, number, whole=whole, copies=1)
         states = {each.unit: unit_state(each, coded) for each in own if each.layout.trainable}
         shards.append(MarkedShard(rank.pages, own, states))
@@ -58,8 +59,17 @@ def snapshot_of(ranks: Sequence[CommittedRank], path: str | os.PathLike[str], *,
             shard.moments = moments
             parts.append(write_part(draft, shard, rank=number))
         parts.append(write_buffers(draft, held_buffers(first, recorded(first).buffers)))
-        finish_snapshot(draft, parts, _record(records), seconds=seconds, world_size=len(ranks))
+        finish_snapshot(draft, parts, _record(records), seconds=seconds, world_size=len(holders))
     return open_snapshot(draft.path)
+
+
+def _first_copy(ranks: Sequence[CommittedRank]) -> list[CommittedRank]:
+    """Those who hold the first copy of the model, in order of its parts: all ranks, where there is one only."""
+    try:
+        parts = {tuple(rank.record.get("part", (0, number))): rank for number, rank in enumerate(ranks)}
+        return [parts[0, number] for number in range(ranks[0].record["layout"]["world_size"])]
+    except (KeyError, TypeError) as error:
+        raise FormatError(f"expected ranks that hold all parts of a copy, found {error!r}") from error
 
 
 def _record(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -74,10 +84,10 @@ def _record(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _layouts(record: Mapping[str, Any]) -> list[UnitLayout]:
     """The layouts that the run had. Raises ConfigError where the record says too little, FormatError for another."""
-    if "parameters" not in record or record["layout"].get("copies") is not None:
+    if "parameters" not in record or ("part" not in record and record["layout"].get("copies") is not None):
         raise ConfigError(
-            "a snapshot cannot be made of this commit without its model, as it is of several copies of the model, or "
-            "of an earlier version: resume the run, and call runtime.snapshot(path)"
+            "a snapshot cannot be made of this commit without its model, as it is of an earlier version: resume the "
+            "run, and call runtime.snapshot(path)"
         )
     try:
         layout = record["layout"]
