@@ -174,11 +174,13 @@ class Training:
     def _is_commit_due(self) -> bool:
         """Whether to commit after this step; all ranks find the same. At once where one failed, for that to be said."""
         every = self.options.commit_every
-        if every is not None:
-            return every > 0 and self.done % every == 0
-        if not self.options.commits:
+        if every == 0 or not self.options.commits:
             return False
+        if every is not None and self.done % every == 0:
+            return True
         failed = self._committing is not None and self._committing.failed
+        if every is not None:
+            return self.launch.mean(float(failed)) > 0
         return self.launch.mean(math.inf if failed else time.perf_counter() - self._committed_at) >= COMMIT_SECONDS
 
     def commit(self) -> None:
