@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from swap.blocks import ALIGNMENT, is_aligned
 
 BACKENDS = ("threads", "aiofiles", "inline")
+LARGEST_QUEUE_DEPTH = 256
 
 STALL_SECONDS = 120.0
 """How long a drive may show no progress, unless somebody says otherwise: a disk that spins up takes thirty."""
@@ -37,8 +38,8 @@ class EngineSettings:
             raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, found {self.backend!r}")
         if self.block_size <= 0 or not is_aligned(self.block_size):
             raise ValueError(f"block_size: expected a positive multiple of {ALIGNMENT} bytes, found {self.block_size}")
-        if not 1 <= self.queue_depth <= 256:
-            raise ValueError(f"queue_depth: expected 1 to 256, found {self.queue_depth}")
+        if not 1 <= self.queue_depth <= LARGEST_QUEUE_DEPTH:
+            raise ValueError(f"queue_depth: expected 1 to {LARGEST_QUEUE_DEPTH}, found {self.queue_depth}")
         if self.max_bytes_in_flight <= 0:
             raise ValueError(f"max_bytes_in_flight: expected a positive number, found {self.max_bytes_in_flight}")
         if not self.stall_seconds > 0:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from swap.bench.cases import PATTERNS, Case, Pattern
 from swap.blocks import ALIGNMENT, is_aligned
-from swap.settings import BACKENDS
+from swap.settings import BACKENDS, LARGEST_QUEUE_DEPTH
 
 BLOCK_SIZES = (1 << 20, 4 << 20, 8 << 20)
 QUEUE_DEPTHS = (4, 8, 16)
@@ -148,8 +148,8 @@ def _require_possible(order: Order) -> None:
         if size > order.nbytes:
             raise ValueError(f"size: expected at least one block of {size} bytes, found {order.nbytes}")
     for depth in order.queue_depths or ():
-        if not 1 <= depth <= 256:
-            raise ValueError(f"queue depth: expected 1 to 256, found {depth}")
+        if not 1 <= depth <= LARGEST_QUEUE_DEPTH:
+            raise ValueError(f"queue depth: expected 1 to {LARGEST_QUEUE_DEPTH}, found {depth}")
     if not 0 < order.seconds < math.inf:
         raise ValueError(f"seconds: expected a positive number, found {order.seconds}")
     if order.nbytes < ALIGNMENT or not is_aligned(order.nbytes):

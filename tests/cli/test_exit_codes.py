@@ -41,14 +41,31 @@ SETTINGS = {
     "--param-dtype": ("int4", "expected one of 'float32', 'bfloat16', 'float16', found 'int4'"),
     "--moments": ("int4", "expected one of 'float32', 'int8', found 'int4'"),
     "--config": ("run.yaml", "expected a settings file ending in .toml or .json, found run.yaml"),
-    "--batch": ("0", "Invalid value for '--batch'"),
-    "--seq": ("1", "Invalid value for '--seq'"),
+    "--batch": ("0", "Invalid value for --batch: expected a whole number of 1 or more, found '0' (see"),
+    "--seq": ("1", "expected a whole number of 2 or more, found '1'"),
+    "--accumulate": ("1.5", "expected a whole number of 1 or more, found '1.5'"),
 }
 NEVER = [
     *((command, option, *case) for command in (TRAIN, TUNE, PLAN) for option, case in SETTINGS.items()),
-    *((TRAIN, "--lr", value, f"expected a number from 0 to 1e+30, found {value}") for value in ("inf", "nan", "1e300")),
-    (TRAIN, "--lr", "-1", "expected a number from 0 to 1e+30, found -1"),
-    (TRAIN, "--lr", "fast", "expected a number from 0 to 1e+30, found fast"),
+    *(
+        (TRAIN, "--lr", value, f"expected a number from 0 to 1e+30, found {value!r}")
+        for value in ("inf", "nan", "1e300")
+    ),
+    (TRAIN, "--lr", "-1", "expected a number from 0 to 1e+30, found '-1'"),
+    (TRAIN, "--lr", "", "expected a number from 0 to 1e+30, found ''"),
+    (TRAIN, "--steps", "9" * 5000, "expected a whole number of 1 or more, found '999"),
+    (
+        TRAIN,
+        "--seed",
+        str(2**64),
+        "expected a whole number from 0 to 18446744073709551615, found '18446744073709551616'",
+    ),
+    (TRAIN, "--commit-every", "often", "expected a whole number of 0 or more, found 'often'"),
+    (TUNE, "--steps", "-1", "expected a whole number of 0 or more, found '-1'"),
+    (TUNE, "--best", "0", "expected a whole number of 1 or more, found '0'"),
+    (PLAN, "--ranks", "0", "expected a whole number of 1 or more, found '0'"),
+    (PLAN, "--copies", "nan", "expected a whole number of 1 or more, found 'nan'"),
+    (TRAIN, "--lr", "fast", "expected a number from 0 to 1e+30, found 'fast'"),
     (TRAIN, "--endurance", "much", "expected an endurance like '600TB'"),
     (TUNE, "--output", "best.yaml", "expected a settings file ending in .toml or .json, found best.yaml"),
     (PLAN, "--plot", "plan.jpg", "expected a file ending in .png, .svg, .pdf, found 'plan.jpg'"),
@@ -59,13 +76,13 @@ NEVER = [
     (BENCH, "--block-size", "big", "expected a size"),
     (BENCH, "--block-size", "0", "--block-size: expected a positive multiple of 4096 bytes, found '0'"),
     (BENCH, "--steady-bytes", "-1", "expected a size"),
-    (BENCH, "--steady-seconds", "nan", "Invalid value"),
-    (BENCH, "--seconds", "inf", "expected a positive number, found inf"),
+    (BENCH, "--steady-seconds", "nan", "expected a number of seconds, 0 or more, found 'nan'"),
+    (BENCH, "--seconds", "inf", "expected a positive number of seconds, found 'inf'"),
     (BENCH, "--backend", "rocket", "expected one of threads"),
-    (BENCH, "--queue-depth", "0", "expected 1 to 256, found 0"),
+    (BENCH, "--queue-depth", "0", "expected a whole number from 1 to 256, found '0'"),
     (EXPORT, "--max-shard-size", "0", "expected a positive size, found '0'"),
     (EXPORT, "--max-shard-size", "5X", "expected one of the units"),
-    (RESHARD, "--ranks", "0", "Invalid value for '--ranks'"),
+    (RESHARD, "--ranks", "0", "expected a whole number from 1 to 65536, found '0'"),
 ]
 
 

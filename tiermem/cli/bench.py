@@ -8,6 +8,7 @@ and that the files are gone when it ends, interrupted or not.
 from __future__ import annotations
 
 import json as json_module
+import math
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -18,10 +19,11 @@ from rich.table import Table
 
 from swap.bench import BenchReport, Order, Plan, make_plan, remove_leftovers, require_room, run_bench
 from swap.blocks import ALIGNMENT, align_down
+from swap.settings import LARGEST_QUEUE_DEPTH
 from tiermem.cli import options
 from tiermem.cli.copies import measure_copies
 from tiermem.cli.disk import require_drawable, require_writable
-from tiermem.cli.options import checked_option, path_option
+from tiermem.cli.options import checked_option, number_option, path_option, whole_option
 from tiermem.cli.terminal import print_object, print_table, terminal
 from tiermem.errors import ConfigError
 from tiermem.memory.sizes import parse_bytes
@@ -44,20 +46,37 @@ Directories = Annotated[
 Size = Annotated[
     str, checked_option("--size", _require_size, help="Size of the file made in each directory, such as 2GiB.")
 ]
-Seconds = Annotated[float, typer.Option("--seconds", help="Seconds for each pattern, shared by its settings.")]
+Seconds = Annotated[
+    float,
+    number_option(
+        "--seconds",
+        expected="a positive number of seconds",
+        fits=lambda seconds: 0 < seconds < math.inf,
+        metavar="FLOAT",
+        help="Seconds for each pattern, shared by its settings.",
+    ),
+]
 BlockSizes = Annotated[
     list[str] | None,
     checked_option("--block-size", _require_block, help="Bytes of a request, such as 8MiB; repeatable."),
 ]
 QueueDepths = Annotated[
-    list[int] | None, typer.Option("--queue-depth", help="Requests in flight on each device; repeatable.")
+    list[int] | None,
+    whole_option("--queue-depth", most=LARGEST_QUEUE_DEPTH, help="Requests in flight on each device; repeatable."),
 ]
 Backends = Annotated[
     list[str] | None, typer.Option("--backend", help="threads, aiofiles or inline (one at a time); repeatable.")
 ]
 Quick = Annotated[bool, typer.Option("--quick", help="One setting for each pattern.")]
 SteadySeconds = Annotated[
-    float, typer.Option("--steady-seconds", min=0.0, help="Afterwards overwrite for this long, past the drive's cache.")
+    float,
+    number_option(
+        "--steady-seconds",
+        expected="a number of seconds, 0 or more",
+        fits=lambda seconds: 0 <= seconds < math.inf,
+        metavar="FLOAT 0..",
+        help="Afterwards overwrite for this long, past the drive's cache.",
+    ),
 ]
 SteadyBytes = Annotated[
     str, checked_option("--steady-bytes", parse_bytes, help="Stop overwriting after this many bytes.")

@@ -103,30 +103,62 @@ def _positive_size(text: str) -> None:
         raise ConfigError(f"expected a positive size, found {text!r}")
 
 
-def _rate(text: Any) -> float:
-    try:
-        rate = float(text)
-    except ValueError:
-        rate = math.nan
-    if not 0 <= rate <= LARGEST_LR:
-        raise typer.BadParameter(f"expected a number from 0 to {LARGEST_LR:g}, found {text}", param_hint="--lr")
-    return rate
+def number_option(
+    *names: str,
+    expected: str,
+    fits: Callable[[float], bool],
+    metavar: str,
+    help: str,  # noqa: A002 - as above
+    kind: type[int | float] = float,
+) -> Any:
+    """An option whose value is a number that `fits`; wrong usage, with what was `expected` and what was found, if not.
+
+    Typer's own words for that do not have the value. NaN fits nothing.
+    """
+
+    def parse(text: Any) -> float:  # text, or the default
+        try:
+            number = kind(text)
+        except ValueError:
+            number = None
+        if number is None or not fits(number):
+            raise typer.BadParameter(f"expected {expected}, found {str(text)!r}", param_hint=names[0])
+        return number
+
+    return typer.Option(*names, help=help, metavar=metavar, parser=parse)
+
+
+def whole_option(name: str, *, help: str, least: int = 1, most: int | None = None) -> Any:  # noqa: A002 - as above
+    """The option `name`, whose value is a whole number from `least` to `most`; None: or more."""
+    return number_option(
+        name,
+        expected=f"a whole number of {least} or more" if most is None else f"a whole number from {least} to {most}",
+        fits=lambda number: least <= number <= (math.inf if most is None else most),
+        metavar=f"INTEGER {least}..{'' if most is None else most}",
+        help=help,
+        kind=int,
+    )
 
 
 Model = Annotated[str, typer.Option("--model", "-m", help="A preset, or a Hugging Face config.json (or its folder).")]
-Steps = Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps in all, resumed ones included.")]
-Batch = Annotated[int, typer.Option("--batch", min=1, help="Sequences in a batch.")]
-Seq = Annotated[int, typer.Option("--seq", min=2, help="Tokens in a sequence.")]
-Accumulate = Annotated[
-    int, typer.Option("--accumulate", min=1, help="Batches whose gradients are added up for a step.")
-]
+Steps = Annotated[int, whole_option("--steps", help="Optimizer steps in all, resumed ones included.")]
+Batch = Annotated[int, whole_option("--batch", help="Sequences in a batch.")]
+Seq = Annotated[int, whole_option("--seq", least=2, help="Tokens in a sequence.")]
+Accumulate = Annotated[int, whole_option("--accumulate", help="Batches whose gradients are added up for a step.")]
 Vertical = Annotated[
     bool, typer.Option("--vertical", help="Take all batches of a step through a unit before the next unit.")
 ]
 LearningRate = Annotated[
-    float, typer.Option("--lr", help="Peak learning rate of AdamW.", metavar="FLOAT", parser=_rate)
+    float,
+    number_option(
+        "--lr",
+        expected=f"a number from 0 to {LARGEST_LR:g}",
+        fits=lambda rate: 0 <= rate <= LARGEST_LR,
+        metavar=f"FLOAT 0..{LARGEST_LR:g}",
+        help="Peak learning rate of AdamW.",
+    ),
 ]
-Seed = Annotated[int, typer.Option("--seed", min=0, max=2**64 - 1, help="Seed of the weights and the batches.")]
+Seed = Annotated[int, whole_option("--seed", least=0, most=2**64 - 1, help="Seed of the weights and the batches.")]
 Text = Annotated[
     list[Path] | None,
     path_option("--text", help="Text file or directory; repeatable. Default: the Python standard library's sources."),
@@ -177,9 +209,9 @@ Resume = Annotated[bool, typer.Option("--resume", help="Continue what the swap d
 Keep = Annotated[bool, typer.Option("--keep", help="Commit, and leave the swap files; --resume goes on from there.")]
 CommitEvery = Annotated[
     int | None,
-    typer.Option(
+    whole_option(
         "--commit-every",
-        min=0,
+        least=0,
         help="Commit each time this many steps are done, and keep the swap files; 0: at the end only. With --keep or "
         "--resume, unless this is given: after the first step, every ten minutes, and at the end.",
     ),
@@ -201,7 +233,7 @@ MaxShardSize = Annotated[
 ]
 MOST_RANKS = 1 << 16  # `checkpoint.resharding.LARGEST_WORLD`, which would bring torch along
 Ranks = Annotated[
-    int, typer.Option("--ranks", min=1, max=MOST_RANKS, help="How many ranks the snapshot is to have files for.")
+    int, whole_option("--ranks", most=MOST_RANKS, help="How many ranks the snapshot is to have files for.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 WeightsPath = Annotated[
@@ -240,9 +272,9 @@ Machine = Annotated[
     typer.Option("--machine", help="A profile: a shipped name or a TOML file. Default: this machine, measured once."),
 ]
 Measure = Annotated[bool, typer.Option("--measure", help="Measure this machine again instead of what is cached.")]
-PlanRanks = Annotated[int, typer.Option("--ranks", min=1, help="Processes, one for each GPU, over whole nodes.")]
+PlanRanks = Annotated[int, whole_option("--ranks", help="Processes, one for each GPU, over whole nodes.")]
 PlanCopies = Annotated[
-    int, typer.Option("--copies", min=1, help="Copies of the model, each divided over ranks / copies (a mesh= of two).")
+    int, whole_option("--copies", help="Copies of the model, each divided over ranks / copies (a mesh= of two).")
 ]
 PlanCommits = Annotated[bool, typer.Option("--commits", help="Have room on disk for commits: two copies of state.")]
 Actions = Annotated[
@@ -253,9 +285,9 @@ Plot = Annotated[
     Path | None, path_option("--plot", check=require_picture, help="Draw it into this .png, .svg or .pdf (matplotlib).")
 ]
 MeasuredSteps = Annotated[
-    int, typer.Option("--steps", min=0, help="Measured steps of each candidate; 0: decide by simulation alone.")
+    int, whole_option("--steps", least=0, help="Measured steps of each candidate; 0: decide by simulation alone.")
 ]
-Best = Annotated[int, typer.Option("--best", min=1, help="How many of the best simulated settings are measured.")]
+Best = Annotated[int, whole_option("--best", help="How many of the best simulated settings are measured.")]
 Output = Annotated[
     Path | None, path_option("--output", "-o", check=form_of, help="Write the choice to this .toml or .json file.")
 ]

@@ -176,11 +176,9 @@ class Training:
         every = self.options.commit_every
         if every == 0 or not self.options.commits:
             return False
-        if every is not None and self.done % every == 0:
-            return True
         failed = self._committing is not None and self._committing.failed
         if every is not None:
-            return self.launch.mean(float(failed)) > 0
+            return self.done % every == 0 or self.launch.mean(float(failed)) > 0
         return self.launch.mean(math.inf if failed else time.perf_counter() - self._committed_at) >= COMMIT_SECONDS
 
     def commit(self) -> None:
