@@ -29,7 +29,9 @@ from tiermem.zero3.order import Phase
 from tiermem.zero3.units import ModelUnits
 
 # 70B, 1.5T, 125000000; and as programs and people write the last: 1.25e8, 125_000_000, 125,000,000.
-_COUNT = re.compile(r"\s*([0-9]+(?:[_,][0-9]{3})*(?:\.[0-9]+)?)(?:\s*([KMBT])|e\+?([0-9]{1,2}))?\s*", re.IGNORECASE)
+_COUNT = re.compile(
+    r"\s*([0-9]{1,30}(?:[_,][0-9]{3}){0,9}(?:\.[0-9]{1,30})?)(?:\s*([KMBT])|e\+?([0-9]{1,2}))?\s*", re.IGNORECASE
+)
 _SCALES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _ANY_BUDGET = 1 << 60
 

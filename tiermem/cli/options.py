@@ -7,7 +7,6 @@ usage, found before anything is done.
 
 from __future__ import annotations
 
-import math
 import os
 import platform
 from collections.abc import Callable, Iterator
@@ -27,6 +26,8 @@ from tiermem.wear import parse_endurance
 
 # The update computes in float32, and divides the rate by less than 1 in its first steps.
 LARGEST_LR = 1e30
+# Of steps, batches, tokens, ranks: more is a slip of the hand, and what follows from several of them is to be finite.
+LARGEST_NUMBER = 10**9
 
 
 def _path_of(name: str, check: Callable[[Path], object] = lambda _: None) -> Callable[[str], Path]:
@@ -128,13 +129,13 @@ def number_option(
     return typer.Option(*names, help=help, metavar=metavar, parser=parse)
 
 
-def whole_option(name: str, *, help: str, least: int = 1, most: int | None = None) -> Any:  # noqa: A002 - as above
-    """The option `name`, whose value is a whole number from `least` to `most`; None: or more."""
+def whole_option(name: str, *, help: str, least: int = 1, most: int = LARGEST_NUMBER) -> Any:  # noqa: A002 - as above
+    """The option `name`, whose value is a whole number from `least` to `most`."""
     return number_option(
         name,
-        expected=f"a whole number of {least} or more" if most is None else f"a whole number from {least} to {most}",
-        fits=lambda number: least <= number <= (math.inf if most is None else most),
-        metavar=f"INTEGER {least}..{'' if most is None else most}",
+        expected=f"a whole number from {least} to {most}",
+        fits=lambda number: least <= number <= most,
+        metavar=f"INTEGER {least}..{most}",
         help=help,
         kind=int,
     )
