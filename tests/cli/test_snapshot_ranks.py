@@ -221,6 +221,10 @@ def test_what_a_run_is_using_is_listed_and_not_read(
 def test_directories_that_cannot_be_meant(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, folders: list[Path]
 ) -> None:
+    (tmp_path / "file").write_text("")
+    none, file = tmp_path / "none", tmp_path / "file"
+    assert f"the folder of a snapshot, found no {none}" in call(capsys, "list", none, code=1)[1]
+    assert f"the folder of a snapshot, found the file {file}" in call(capsys, "verify", file, code=1)[1]
     assert "give the run's directories" in call(capsys, "list", *folders, code=1)[1]
     other = tmp_path / "other"
     other.mkdir()

@@ -75,9 +75,11 @@ def test_directories_give_their_visible_files_sorted(tmp_path: Path) -> None:
 
 
 def test_no_text_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no text file or directory"):
+    with pytest.raises(ConfigError, match=r"--text: expected files or folders of text, found no .*nothing; correct"):
         find_texts([tmp_path / "nothing"])
-    with pytest.raises(ConfigError, match="no text in"):
+    with pytest.raises(ConfigError, match="found /dev/null, which is neither"):
+        find_texts([Path("/dev/null")])
+    with pytest.raises(ConfigError, match=r"--text: expected text in .*, found no file with anything in it"):
         find_texts([tmp_path])
 
 

@@ -135,6 +135,20 @@ def test_a_dtype_that_the_processor_has_no_instructions_for_is_remarked(
     assert json.loads(captured.out)["steps"], "and nothing of it on stdout"
 
 
+def test_a_home_directory_is_meant_by_a_tilde(
+    plain_core: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Shells leave that of `--swap-dir=~/run` as it is, and a configuration file's is meant so, too."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home" / "run").mkdir(parents=True)
+    (tmp_path / "home" / "text").write_text("a text to learn " * 100)
+    paths = ["--swap-dir=~/run", "--text=~/text", "--timeline=~/trace.json"]
+    assert main.run([*SHORT, *paths]) == 0, capsys.readouterr().err
+    (runtime,) = plain_core.runtimes
+    assert runtime.config.swap_dirs == (str(tmp_path / "home" / "run"),)
+    assert (tmp_path / "home" / "trace.json").read_text() == "[]"
+
+
 def test_a_configuration_file_is_used_and_options_go_on_top(plain_core: Any, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(
         json.dumps({"swap_dirs": [str(tmp_path)], "update": "step", "host_memory": "1GiB"})
@@ -206,10 +220,11 @@ def test_a_timeline_for_which_the_disk_is_too_full_does_not_cost_the_report(
         (["--model", "no-such-model"], ["no-such-model", "llama-tiny", "llama-70b"]),
         (["--model", ""], ['no preset and no file ""', "llama-tiny"]),
         (["--model", "broken.json"], ["broken.json", "not a Hugging Face model configuration"]),
-        (["--text", "no-such-text"], ["no text file or directory no-such-text"]),
+        (["--text", "no-such-text"], ["expected files or folders of text, found no no-such-text"]),
         (["--text", "short.txt"], ["the text has 3 bytes, a sequence needs 32"]),
         (["--seq", "100000"], ["at most 8192 tokens", "100000"]),
-        (["--tokenizer", "none.json"], ["no tokenizer file none.json"]),
+        (["--tokenizer", "none.json"], ["expected a tokenizer.json, found no file none.json"]),
+        (["--tokenizer", "."], ["found the folder .: name the file in it"]),
         (["--tokenizer", "broken.json"], ["broken.json is not a tokenizer.json"]),
         (["--config", "none.toml"], ["cannot read settings from none.toml"]),
         (["--swap-dir", "missing"], ["swap directory missing does not exist"]),
@@ -307,8 +322,8 @@ def test_an_empty_path_is_not_the_current_directory(
 def test_a_batch_that_memory_has_no_room_for_names_its_option(
     plain_core: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main.run(["train", "--batch", "99999999999"]) == 1
-    assert "--batch 99999999999 of --seq 256 are 186.26 TiB of token numbers alone" in error_line(capsys)
+    assert main.run(["train", "--batch", "999999999"]) == 1
+    assert "--batch 999999999 of --seq 256 are 1.86 TiB of token numbers alone" in error_line(capsys)
     assert plain_core.runtimes == []
 
 

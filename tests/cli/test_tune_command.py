@@ -169,8 +169,8 @@ def test_a_choice_for_which_the_disk_is_too_full_is_printed_all_the_same(
     ("arguments", "said"),
     [
         (["--seq", "100000"], "at most 8192 tokens in a sequence, --seq is 100000"),
-        (["--batch", "99999999999"], "of token numbers alone"),
-        (["--text", "none"], "no text file or directory none"),
+        (["--batch", "999999999"], "of token numbers alone"),
+        (["--text", "none"], "found no none; correct the path"),
         (["--model", "llama-70b"], "swapping needs"),
     ],
 )

@@ -70,6 +70,10 @@ def find_committed(directories: Sequence[Path]) -> list[Committed]:
             f"expected the folders of one rank, found {named(directories)}: what several have committed is taken as a "
             "whole; give the run's directories, which hold those of the ranks"
         )
+    if missing := [each for each in directories if not os.path.lexists(each)]:
+        raise ResumeError(f"expected swap directories or the folder of a snapshot, found no {named(missing)}")
+    if files := [each for each in directories if each.is_file()]:
+        raise ResumeError(f"expected swap directories or the folder of a snapshot, found the file {named(files)}")
     ranks = _ranks_in(directories[0])
     if not ranks:
         return [_look(directories)]

@@ -35,9 +35,10 @@ def _path_of(name: str, check: Callable[[Path], object] = lambda _: None) -> Cal
         if not text:  # which Path takes for the current directory
             expected = "expected a path, found an empty text; write . for the current directory"
             raise typer.BadParameter(expected, param_hint=name)
+        path = Path(os.path.expanduser(text))  # as Config takes it: shells leave that of --swap-dir=~/run alone
         with wrong_usage(name):
-            check(Path(text))
-        return Path(text)
+            check(path)
+        return path
 
     return parse
 

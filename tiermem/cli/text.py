@@ -84,7 +84,8 @@ class TokenizerTokens:
 
     def __init__(self, corpus: Corpus, path: Path) -> None:
         if not path.is_file():
-            raise ConfigError(f"there is no tokenizer file {path}")
+            found = f"the folder {path}: name the file in it" if path.is_dir() else f"no file {path}"
+            raise ConfigError(f"--tokenizer: expected a tokenizer.json, found {found}")
         try:
             from tokenizers import Tokenizer
         except ImportError as error:
@@ -145,13 +146,18 @@ def find_texts(paths: Sequence[Path]) -> list[Path]:
             found += sorted(file for file in path.rglob("*") if file.is_file() and not is_hidden(file, path))
         elif path.is_file():
             found.append(path)
+        elif os.path.lexists(path):
+            raise ConfigError(f"--text: expected files or folders of text, found {path}, which is neither")
         else:
-            raise ConfigError(f"there is no text file or directory {path}")
+            raise ConfigError(f"--text: expected files or folders of text, found no {path}; correct the path")
     for file in found:
         if not os.access(file, os.R_OK):  # else the first batch that comes upon it would end the training
             raise ConfigError(f"text file {file} cannot be read; allow it, or name the files to read one by one")
     if not any(file.stat().st_size for file in found):
-        raise ConfigError(f"no text in {', '.join(map(str, paths))}")
+        names = ", ".join(map(str, paths))
+        raise ConfigError(
+            f"--text: expected text in {names}, found no file with anything in it; hidden ones are left out"
+        )
     return found
 
 
