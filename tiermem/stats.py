@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 
-from tiermem.ahead import LookAhead
 from tiermem.errors import InvariantError
+from tiermem.look_ahead import LookAhead
 from tiermem.memory.sizes import format_bytes
 from tiermem.wear import UNKNOWN, Endurance, Wear, measure_wear
 

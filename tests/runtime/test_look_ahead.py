@@ -14,7 +14,7 @@ from doubles_scenarios import loop, tokens_batch
 from doubles_training import check, config_for, offloaded, plain, within_budgets
 
 import tiermem
-from tiermem.ahead import LookAhead
+from tiermem.look_ahead import LookAhead
 from tiermem.planner.observed import Observed
 from tiermem.planner.refining import COUNTED, SETTLING, LookAheadControl
 from tiermem.runtime import look_ahead as module

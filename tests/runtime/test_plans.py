@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tiermem.ahead import LookAhead
+from tiermem.look_ahead import LookAhead
 from tiermem.runtime.ledger import Steps
 from tiermem.runtime.plans import StepPlans
 from tiermem.zero3.order import Access, Phase, StepOrder

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from tiermem.ahead import LookAhead
+from tiermem.look_ahead import LookAhead
 from tiermem.memory.sizes import format_bytes
 from tiermem.overlap import OverlapReport
 from tiermem.stats import EdgeStatistics, TierStatistics

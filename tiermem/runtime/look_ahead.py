@@ -11,9 +11,9 @@ import time
 from collections.abc import Generator, Mapping
 from dataclasses import replace
 
-from tiermem.ahead import LookAhead
 from tiermem.config import Config
 from tiermem.errors import TiermemError
+from tiermem.look_ahead import LookAhead
 from tiermem.planner.footprint import kept_nbytes
 from tiermem.planner.observed import observe, observed_design
 from tiermem.planner.refining import COUNTED, LookAheadControl, Stage, foreseeing

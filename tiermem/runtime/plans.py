@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tiermem.ahead import LookAhead
+from tiermem.look_ahead import LookAhead
 from tiermem.optim.schedules import UpdateSchedule
 from tiermem.pager.page import PageKey
 from tiermem.pager.pager import Pager
