@@ -102,7 +102,7 @@ def _main(listener: socket.socket) -> None:
     # With what the first model and the first optimizer import.
     for name in ("tiermem.cli.train", "torch._dynamo", "transformers.models.llama.modeling_llama"):
         importlib.import_module(name)
-    compiled_loops(), norms.compiled_loops()
+    compiled_loops(), norms.squares_loops()
     with contextlib.redirect_stderr(io.StringIO()):
         main.run(["snapshot", "list", os.devnull])  # typer imports what it needs with the first command
     # An end would take torch's operators apart one by one, half of the processor time of a process that does nothing.

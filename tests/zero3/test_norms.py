@@ -28,8 +28,8 @@ from tiermem.zero3.waiting import Waiting
 def form(request, monkeypatch):
     """Both ways of adding up."""
     if request.param == "by torch":
-        monkeypatch.setattr(norms, "compiled_loops", lambda: None)
-    elif norms.compiled_loops() is None:
+        monkeypatch.setattr(norms, "squares_loops", lambda: None)
+    elif norms.squares_loops() is None:
         pytest.skip("numba cannot compile the loops here")
     return request.param
 
@@ -124,7 +124,7 @@ def test_two_gradients_at_once_have_the_bits_of_one_after_the_other(numel, cuts,
     _assert_same_bits(target, expected)
     _assert_same_bits(unmeasured, expected)
     if math.isfinite(adding.squares):
-        assert adding.squares == norms.compiled_loops().sum_of_squares(expected.view(torch.int16).numpy())
+        assert adding.squares == norms.squares_loops().sum_of_squares(expected.view(torch.int16).numpy())
 
 
 PAIR = """
@@ -154,7 +154,7 @@ def test_any_number_of_threads_gives_the_same_bits(warm_python):
 
 
 def test_pairs_that_are_added_wrongly_are_not_used():
-    loops, team = norms.compiled_loops(), norms.team_loops()
+    loops, team = norms.squares_loops(), norms.team_loops()
     if team is None:
         pytest.skip("torch has no GNU OpenMP of its own here, or numba cannot compile the loops")
 
@@ -236,7 +236,7 @@ def test_a_norm_on_a_device_is_not_looked_at():
     assert (norm.device.type, norm.dtype, norm.shape) == ("meta", torch.float32, ())
 
 
-@pytest.mark.parametrize(("check", "find"), [("_are_right", "compiled_loops"), ("_are_right_in_pairs", "team_loops")])
+@pytest.mark.parametrize(("check", "find"), [("_are_right", "squares_loops"), ("_are_right_in_pairs", "team_loops")])
 def test_loops_that_do_not_pass_are_not_there(monkeypatch, check, find):
     assert (getattr(norms, find).__wrapped__() is None) is (getattr(norms, find)() is None)
     monkeypatch.setattr(norms, check, lambda *_: False)
@@ -244,7 +244,7 @@ def test_loops_that_do_not_pass_are_not_there(monkeypatch, check, find):
 
 
 @pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="needs a signal that comes to the first thread")
-@pytest.mark.parametrize(("check", "find"), [("_are_right", "compiled_loops"), ("_are_right_in_pairs", "team_loops")])
+@pytest.mark.parametrize(("check", "find"), [("_are_right", "squares_loops"), ("_are_right_in_pairs", "team_loops")])
 def test_an_alarm_amid_the_trial_is_raised_and_the_loops_are_used_afterwards(monkeypatch, check, find):
     found, real = getattr(norms, find)(), getattr(norms, check)
     if found is None:
@@ -269,7 +269,7 @@ def test_an_alarm_amid_the_trial_is_raised_and_the_loops_are_used_afterwards(mon
 
 
 def test_loops_that_add_up_wrongly_are_not_used(monkeypatch):
-    loops = norms.compiled_loops()
+    loops = norms.squares_loops()
     if loops is None:
         pytest.skip("numba cannot compile the loops here")
 

@@ -58,7 +58,7 @@ from tiermem.zero3.initialise import Init
 from tiermem.zero3.layout import Slot, UnitLayout
 from tiermem.zero3.materialize import Materializer, WeightSource
 from tiermem.zero3.neighbours import Gradients
-from tiermem.zero3.norms import compiled_loops
+from tiermem.zero3.norms import squares_loops
 from tiermem.zero3.placeholder import Placeholders
 from tiermem.zero3.scheduler import GatherScheduler
 from tiermem.zero3.shards import Piece, owned_of
@@ -307,7 +307,7 @@ def _queue(
     queue = LazyQueue(updater, gatherer.recheck) if blueprint.footprint.serial else updater
     narrow = any(state.dtype == torch.bfloat16 for state in blueprint.states.values())
     # In the first backward a compiler would come on top of the activations.
-    prepare = compiled_loops if narrow and blueprint.device is None else None
+    prepare = squares_loops if narrow and blueprint.device is None else None
     return GatedQueue(queue, wait_open, changed, prepare=prepare)
 
 

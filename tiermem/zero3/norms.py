@@ -103,7 +103,7 @@ class MeasuringCopy:
 
 def measuring_copy(flat: torch.Tensor) -> MeasuringCopy | None:
     """What copies this gradient, [n], and measures it; None if torch has to."""
-    loops = compiled_loops() if _is_narrow(flat) else None
+    loops = squares_loops() if _is_narrow(flat) else None
     return None if loops is None else MeasuringCopy(loops, _bits(flat))
 
 
@@ -123,7 +123,7 @@ def may_pair(flat: torch.Tensor) -> bool:
 @functools.cache
 def team_loops() -> ModuleType | None:
     """`team.py`, or None where it has no use. Compiles at the first call: two seconds, once."""
-    loops = compiled_loops()
+    loops = squares_loops()
     return None if loops is None else _tried("tiermem.zero3.team", lambda team: _are_right_in_pairs(team, loops))
 
 
@@ -148,7 +148,7 @@ def _are_right_in_pairs(team: ModuleType, loops: ModuleType) -> bool:
 
 
 @functools.cache
-def compiled_loops() -> ModuleType | None:
+def squares_loops() -> ModuleType | None:
     """`squares.py`, or None where it has no use. Compiles at the first call: a second, once."""
     return _tried("tiermem.zero3.squares", _are_right)
 
@@ -205,7 +205,7 @@ def _bits(flat: torch.Tensor) -> Any:
 
 
 def _norm_of_halves(flat: torch.Tensor) -> torch.Tensor:
-    loops = compiled_loops() if _is_narrow(flat) else None
+    loops = squares_loops() if _is_narrow(flat) else None
     if loops is None:
         return _norm_by_pieces(flat)
     return torch.tensor(math.sqrt(loops.sum_of_squares(_bits(flat))), dtype=torch.float32, device=flat.device)
