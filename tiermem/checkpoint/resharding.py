@@ -31,7 +31,7 @@ Readers = dict[tuple[int, str], PlaneReader]
 
 
 class Portion:
-    """What rank `rank` of `ranks` is to have of a snapshot (`shard.Shard`): an equal part of each parameter."""
+    """What rank `rank` of `ranks` is to have of a snapshot (`shard.RankState`): an equal part of each parameter."""
 
     def __init__(self, snapshot: Snapshot, rank: int, ranks: int, readers: Readers) -> None:
         """`readers`: of each plane, where the portions before this one have come to; the same for all portions."""

@@ -21,7 +21,7 @@ from tiermem.optim.tiles import UnitState
 from tiermem.pager.page import Intent, Kind, Lane, PageKey
 from tiermem.pager.tiling import TileRange
 from tiermem.zero3.layout import Slot
-from tiermem.zero3.shards import Shard as RankShard
+from tiermem.zero3.shards import Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Holding:
         return dict.fromkeys(kept, torch.float32)
 
 
-def holdings_of(shards: Sequence[RankShard]) -> list[Holding]:
+def holdings_of(shards: Sequence[Shard]) -> list[Holding]:
     """What a rank answers for, unit by unit; alone it has every parameter as a whole."""
     found = []
     for shard in shards:
@@ -60,7 +60,7 @@ def holdings_of(shards: Sequence[RankShard]) -> list[Holding]:
     return found
 
 
-class Shard(Protocol):
+class RankState(Protocol):
     """The state of one rank."""
 
     def holdings(self) -> Sequence[Holding]:
@@ -118,10 +118,10 @@ class _Held:
         """Nothing to do: whoever reads spoils nothing."""
 
 
-class MarkedShard:
-    """What this process has of a run's state, at the instant of a mark (`Shard`)."""
+class MarkedState:
+    """What this process has of a run's state, at the instant of a mark (`RankState`)."""
 
-    def __init__(self, pages: MarkedPages, shards: Sequence[RankShard], states: Mapping[int, UnitState]) -> None:
+    def __init__(self, pages: MarkedPages, shards: Sequence[Shard], states: Mapping[int, UnitState]) -> None:
         self._pages = pages
         self._holdings = holdings_of(shards)
         self._states = states

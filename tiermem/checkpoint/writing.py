@@ -1,8 +1,8 @@
 """Writing a snapshot.
 
 Owns what goes into which file, and the order: data files, each durable, then the manifest, then the folder's name.
-Does not know where state lies: a shard gives it. Guarantees that every byte has a checksum in the manifest, and that a
-folder with a manifest is whole.
+Does not know where state lies: a `RankState` gives it. Guarantees that every byte has a checksum in the manifest, and
+that a folder with a manifest is whole.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tiermem.checkpoint.manifest import (
     SnapshotManifest,
     pack,
 )
-from tiermem.checkpoint.shard import Holding, Shard
+from tiermem.checkpoint.shard import Holding, RankState
 from tiermem.checkpoint.tensor_file import bytes_of
 from tiermem.checkpoint.tensor_writer import TensorSpec, TensorWriter, divided
 from tiermem.errors import InvariantError
@@ -58,14 +58,14 @@ class Part:
         return cls(files, tuple((number, Kept(**row)) for number, row in found["kept"]))
 
 
-def write_part(draft: Draft, shard: Shard, *, rank: int = 0, file_nbytes: int = FILE_NBYTES) -> Part:
-    """Write all that a shard has into files of this rank's own; waits until they are durable.
+def write_part(draft: Draft, state: RankState, *, rank: int = 0, file_nbytes: int = FILE_NBYTES) -> Part:
+    """Write all that a rank has into files of its own; waits until they are durable.
 
-    Raises swap.SwapFullError, SwapIOError, and what the shard raises.
+    Raises swap.SwapFullError, SwapIOError, and what the reading of its state raises.
     """
     files: list[DataFile] = []
     kept: list[tuple[int | str, Kept]] = []
-    for group in divided(shard.holdings(), _nbytes, file_nbytes):
+    for group in divided(state.holdings(), _nbytes, file_nbytes):
         name = f"rank-{rank:05d}-{len(files) + 1:05d}.safetensors"
         specs = [
             TensorSpec(_tensor_name(holding, plane), dtype, (holding.count,))
@@ -74,16 +74,16 @@ def write_part(draft: Draft, shard: Shard, *, rank: int = 0, file_nbytes: int = 
         ]
         writer = draft.tensors(name, specs)
         for holding in group:
-            _write_holding(writer, shard, holding)
+            _write_holding(writer, state, holding)
         written = writer.finish()
         kept += [(holding.slot.parameter, _kept(holding, len(files), written.tensors)) for holding in group]
         files.append(DataFile(name, rank, written.nbytes, written.header))
     return Part(tuple(files), tuple(kept))
 
 
-def _write_holding(writer: TensorWriter, shard: Shard, holding: Holding) -> None:
+def _write_holding(writer: TensorWriter, state: RankState, holding: Holding) -> None:
     """On its own, so that the last block, which may be a view of a page, is not kept while the next page is read."""
-    for plane, values in shard.blocks(holding):
+    for plane, values in state.blocks(holding):
         writer.write(_tensor_name(holding, plane), bytes_of(values))
 
 

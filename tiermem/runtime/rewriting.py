@@ -18,7 +18,7 @@ from swap import FormatError
 from tiermem.checkpoint.draft import Draft
 from tiermem.checkpoint.exporting import held_buffers, recorded
 from tiermem.checkpoint.reading import Snapshot, open_snapshot
-from tiermem.checkpoint.shard import MarkedPages, MarkedShard
+from tiermem.checkpoint.shard import MarkedPages, MarkedState
 from tiermem.checkpoint.writing import finish_snapshot, write_buffers, write_part
 from tiermem.errors import ConfigError
 from tiermem.runtime.moments import unit_state
@@ -47,17 +47,17 @@ def snapshot_of(ranks: Sequence[CommittedRank], path: str | os.PathLike[str], *,
     whole = len(ranks) > 1 and int(first["layout"]["stage"]) < 3
     coded = frozenset(first["parameters"]["coded"])
     holders = _first_copy(ranks)
-    shards = []
+    held = []
     for number, rank in enumerate(holders):
         own = shards_of(layouts, number, whole=whole, copies=1)
         states = {each.unit: unit_state(each, coded) for each in own if each.layout.trainable}
-        shards.append(MarkedShard(rank.pages, own, states))
-    moments = set().union(*(shard.moments for shard in shards))
+        held.append(MarkedState(rank.pages, own, states))
+    moments = set().union(*(each.moments for each in held))
     with Draft(path) as draft:
         parts = []
-        for number, shard in enumerate(shards):
-            shard.moments = moments
-            parts.append(write_part(draft, shard, rank=number))
+        for number, each in enumerate(held):
+            each.moments = moments
+            parts.append(write_part(draft, each, rank=number))
         parts.append(write_buffers(draft, held_buffers(first, recorded(first).buffers)))
         finish_snapshot(draft, parts, _record(records), seconds=seconds, world_size=len(holders))
     return open_snapshot(draft.path)

@@ -25,7 +25,7 @@ import torch
 
 from swap import Mark
 from tiermem.checkpoint.draft import Draft
-from tiermem.checkpoint.shard import MarkedPages, MarkedShard
+from tiermem.checkpoint.shard import MarkedPages, MarkedState
 from tiermem.checkpoint.tensor_file import read_text
 from tiermem.checkpoint.writing import Part, finish_snapshot, write_buffers, write_part
 from tiermem.future import Future
@@ -174,15 +174,15 @@ class Snapshots:
     def _write(self, draft: Draft, mark: Mark, record: Mapping[str, Any], buffers: Mapping[str, torch.Tensor]) -> None:
         blueprint, line, rank = self._blueprint, self._company.committing, self._company.rank
         grid = self._company.grid
-        shard = MarkedShard(MarkedPages(self._storage.space, mark), blueprint.shards, blueprint.states)
+        state = MarkedState(MarkedPages(self._storage.space, mark), blueprint.shards, blueprint.states)
         count = sum(len(layout.slots) for layout in blueprint.layouts)
-        known = line.tell([int(number in shard.moments) for number in range(count)])
-        shard.moments = {number for number in range(count) if any(own[number] for own in known)}
+        known = line.tell([int(number in state.moments) for number in range(count)])
+        state.moments = {number for number in range(count) if any(own[number] for own in known)}
 
         def write() -> None:
             part = Part((), ())  # of several copies of the model the first is written
             if grid.copies.rank == 0:
-                part = write_part(draft, shard, rank=grid.shards.rank)
+                part = write_part(draft, state, rank=grid.shards.rank)
             if rank == 0:
                 parts.append(part)
             else:  # too long to be told: the first rank reads it, and takes it away
