@@ -24,7 +24,7 @@ from swap.errors import (
     SwapTimeoutError,
 )
 from swap.extents import Extent, ExtentAllocator, Piece
-from swap.file_systems import file_system_of
+from swap.file_systems import file_system_of, free_together
 from swap.files import DATA_OFFSET, SwapFile
 from swap.generations import Copy, Generations, GenerationsStatistics, Mark
 from swap.manifest import Entry, Manifest
@@ -82,6 +82,7 @@ __all__ = [
     "file_system_of",
     "find_leftovers",
     "find_prepared",
+    "free_together",
     "is_aligned",
     "recover",
     "take_checksums",

@@ -8,8 +8,11 @@ subvolume of btrfs, and for each dataset of a ZFS pool.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from swap.syscalls import SystemCalls
 
 _PROCESS = Path("/proc/self")
 
@@ -35,6 +38,15 @@ def file_system_of(where: str | os.PathLike[str] | int) -> int:
     except (OSError, ValueError, IndexError):  # no /proc, or another than Linux has
         return device
     return _shared(mounts, number) if number in mounts else device
+
+
+def free_together(directories: Sequence[str | os.PathLike[str]]) -> int:
+    """The bytes that are free in directories, those of one file system counted once. Raises OSError."""
+    free: dict[int, int] = {}
+    for directory in directories:
+        device, here = file_system_of(directory), SystemCalls().free_bytes(os.fspath(directory))
+        free[device] = max(free.get(device, 0), here)  # of those with quotas some have less
+    return sum(free.values())
 
 
 def _mount_number(where: str | os.PathLike[str] | int) -> int:

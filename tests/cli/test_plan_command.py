@@ -279,7 +279,7 @@ def test_room_is_what_is_free_now_and_a_file_system_counts_once(
     config = Config(swap_dirs=[str(directory) for directory in directories])
     measured = machines.this_machine(directories, config)
     assert measured.drive.capacity <= disk.capacity_bytes(directories[:1])
-    monkeypatch.setattr(disk, "free_bytes", lambda _: 1 << 20)
+    monkeypatch.setattr(measure, "free_together", lambda _: 1 << 20)
     monkeypatch.setattr(measure, "available_host_memory", lambda: 8 << 30)
     now = machines.this_machine(directories, config)
     assert (now.drive.capacity, now.host.memory, now.drive.read) == (1 << 20, 6 << 30, measured.drive.read)
@@ -289,7 +289,7 @@ def test_room_is_what_is_free_now_and_a_file_system_counts_once(
     assert answer(capsys, *arguments, "--machine", "laptop")["fits"] is True
     found = answer(capsys, *arguments, "--swap-dir", str(directories[0]), "--swap-dir", str(directories[1]), code=1)
     assert found["missing_bytes"]["swap"] == found["swap_bytes"] - (1 << 20)
-    monkeypatch.setattr(disk, "free_bytes", lambda _: 0)
+    monkeypatch.setattr(measure, "free_together", lambda _: 0)
     full = answer(capsys, *arguments, "--swap-dir", str(directories[0]), "--swap-dir", str(directories[1]), code=1)
     assert full["missing_bytes"]["swap"] == full["swap_bytes"], "a full disk is not one of unknown size"
     assert main.run(["plan", *arguments, "--swap-dir", str(tmp_path / "run.json")]) == 1

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from doubles_python import WarmPython
 
+import swap
 from tiermem.cli import disk, main, process_memory
 from tiermem.cli.process_memory import peak_resident_bytes, resident_bytes
 from tiermem.cli.subject import Subject
@@ -23,7 +24,7 @@ from tiermem.errors import ConfigError
 def test_directories_on_one_file_system_count_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    monkeypatch.setattr(disk, "free_bytes", lambda directory: 1000)
+    monkeypatch.setattr(swap.SystemCalls, "free_bytes", lambda *_: 1000)
     disk.require_room([tmp_path / "a", tmp_path / "b"], 1000)
     with pytest.raises(ConfigError, match=r"1001 bytes.*1000 bytes.*free"):
         disk.require_room([tmp_path / "a", tmp_path / "b"], 1001)
@@ -166,8 +167,8 @@ def test_the_disk_needs_room_for_parameters_state_and_gradients_as_they_are_kept
     config = Config(swap_dirs=[tmp_path], **settings)
     for update, commits, copies in (("step", False, 1), ("backward", True, 3)):
         needed = 1000 * (copies * copied + once)
-        monkeypatch.setattr(disk, "free_bytes", lambda directory, free=needed: free)
+        monkeypatch.setattr(disk, "free_together", lambda directories, free=needed: free)
         subject.require_room(config, update, commits=commits)
-        monkeypatch.setattr(disk, "free_bytes", lambda directory, free=needed - 1: free)
+        monkeypatch.setattr(disk, "free_together", lambda directories, free=needed - 1: free)
         with pytest.raises(ConfigError, match=f"swapping needs .*{needed} bytes"):
             subject.require_room(config, update, commits=commits)

@@ -135,7 +135,7 @@ def test_ranks_of_several_machines_need_room_for_their_own_part(
     """Four ranks, two of them here: half of what 1,000 parameters take, 7,000 bytes."""
     subject = Subject(None, 1000, source=ByteTokens(Corpus([Path(__file__)])))
     config = tiermem.Config(swap_dirs=[tmp_path])
-    monkeypatch.setattr(disk, "free_bytes", lambda directory: 7000)
+    monkeypatch.setattr(disk, "free_together", lambda directories: 7000)
     subject.require_room(config, "step", commits=False, launch=Launch(0, 4, neighbours=2))
     for launch in (None, Launch(0, 2, neighbours=2), Launch(0, 4, neighbours=3)):
         with pytest.raises(tiermem.ConfigError, match=r"swapping needs .*7000 bytes\) free"):

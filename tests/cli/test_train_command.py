@@ -244,7 +244,7 @@ def test_what_cannot_work_is_refused_in_one_line(
 ) -> None:
     (tmp_path / "short.txt").write_text("abc")
     (tmp_path / "broken.json").write_text("{}")
-    monkeypatch.setattr("tiermem.cli.disk.free_bytes", lambda directory: 2**30)
+    monkeypatch.setattr("tiermem.cli.disk.free_together", lambda directories: 2**30)
     before = sorted(tmp_path.iterdir())
     assert main.run([*SHORT, *arguments]) == 1
     line = error_line(capsys)

@@ -181,7 +181,7 @@ def test_what_train_refuses_is_refused_before_anything_is_simulated(
         raise AssertionError("simulated")
 
     monkeypatch.setattr("tiermem.cli.tune_steps.model_workload", simulate)
-    monkeypatch.setattr("tiermem.cli.disk.free_bytes", lambda directory: 2**30)
+    monkeypatch.setattr("tiermem.cli.disk.free_together", lambda directories: 2**30)
     assert main.run([*QUICK, *arguments]) == 1
     captured = capsys.readouterr()
     assert said in captured.err
@@ -192,7 +192,7 @@ def test_what_train_refuses_is_refused_before_anything_is_simulated(
 def test_without_measured_steps_no_disk_is_needed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("tiermem.cli.disk.free_bytes", lambda directory: 1)
+    monkeypatch.setattr("tiermem.cli.disk.free_together", lambda directories: 1)
     assert main.run([*QUICK, "--host-memory", "2MiB", "--steps", "0", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["measured_seconds"] is None
 

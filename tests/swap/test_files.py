@@ -15,8 +15,9 @@ from doubles import FaultySystemCalls, Short
 
 import swap
 from swap import AlignedBuffer, EngineSettings, FormatError, SwapFile, SwapFullError, SwapIOError, SwapSpace
+from swap.file_systems import free_together
 from swap.syscalls import SystemCalls
-from tiermem.cli.disk import capacity_bytes, free_together
+from tiermem.cli.disk import capacity_bytes
 
 MIB = 1 << 20
 

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from swap import SystemCalls, file_system_of
+from swap import SystemCalls, file_system_of, free_together
 from tiermem.cli.abandoned import is_committed, remove_abandoned, remove_uncommitted
 from tiermem.errors import ConfigError
 from tiermem.memory.sizes import format_bytes
@@ -125,15 +125,6 @@ def require_room(directories: Sequence[Path], nbytes: int) -> None:
             f"swapping needs {format_bytes(nbytes)} ({nbytes} bytes) of disk, {names} has {format_bytes(free)} "
             f"({free} bytes) free; free some, add a --swap-dir on another disk, or choose a smaller model"
         )
-
-
-def free_together(directories: Sequence[Path]) -> int:
-    """Return the free bytes of the file systems of `directories`, each counted once."""
-    free: dict[int, int] = {}
-    for directory in directories:
-        device = file_system_of(directory)
-        free[device] = max(free.get(device, 0), free_bytes(directory))  # of those with quotas some have less
-    return sum(free.values())
 
 
 def free_bytes(directory: Path) -> int:

@@ -22,9 +22,9 @@ from pathlib import Path
 
 import torch
 
-from swap import AlignedBuffer, EngineSettings, Extent, Request, SwapSpace
+from swap import AlignedBuffer, EngineSettings, Extent, Request, SwapSpace, free_together
 from tiermem.cli.abandoned import remove_abandoned
-from tiermem.cli.disk import free_together, require_directory
+from tiermem.cli.disk import require_directory
 from tiermem.cli.measure_device import device_room, is_real, measure_device, rates_key
 from tiermem.cli.measure_layer import ANY_LAYER, in_time, layer_flops, slowed, train_layer
 from tiermem.cli.timing import mean_seconds, median_seconds, seconds_of

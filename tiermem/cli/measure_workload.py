@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import tiermem
-from tiermem.cli.disk import free_together
+from swap import free_together
 from tiermem.cli.measure import BESIDES_SECONDS, CPU, DTYPES, LEASE_SECONDS, LEASES, SECONDS, slower_together
 from tiermem.cli.measure_layer import (
     LayerShape,

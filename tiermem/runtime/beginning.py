@@ -20,10 +20,9 @@ from swap import (
     Manifest,
     SwapFullError,
     SwapInUseError,
-    SystemCalls,
-    file_system_of,
     find_leftovers,
     find_prepared,
+    free_together,
 )
 from swap.patience import PatientSystemCalls
 from tiermem.checkpoint.reading import Snapshot, open_snapshot
@@ -170,15 +169,8 @@ def require_room(config: Config, nbytes: int) -> None:
 
 def _room(config: Config) -> int:
     """Bytes that are free in the swap directories together, or that swap files there have."""
-    free: dict[int, int] = {}
-    old = 0
-    for path in config.swap_paths:
-        device = file_system_of(path)
-        free[device] = max(free.get(device, 0), SystemCalls().free_bytes(os.fspath(path)))
-        file = path / f"{SPACE_NAME}.swapfile"
-        if file.exists():
-            old += file.stat().st_blocks * 512
-    return sum(free.values()) + old
+    files = [path / f"{SPACE_NAME}.swapfile" for path in config.swap_paths]
+    return free_together(config.swap_paths) + sum(file.stat().st_blocks * 512 for file in files if file.exists())
 
 
 def agree_on_commit(beginning: Beginning, config: Config, company: Company) -> Beginning:
