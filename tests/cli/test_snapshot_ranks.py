@@ -17,6 +17,7 @@ from doubles_commit import Training, make_config
 
 import swap
 from swap import manifest as format_of
+from tiermem.cli import committed
 from tiermem.cli.main import run
 
 NAME = "tiermem"
@@ -145,6 +146,10 @@ def test_all_damage_is_said_of_every_rank(
     said = " ".join(capsys.readouterr().out.split())
     assert "DAMAGED" in said
     assert "rank 3 nothing that can be read" in said
+    for folder in folders[:3]:
+        flip(path_of(folder, manifest_of(folder).generation), 200)
+    _, error = call(capsys, "list", tmp_path, code=1)
+    assert [f"rank {rank}: expected {str(folder)!r}"[:-1] in error for rank, folder in enumerate(folders)] == [True] * 4
 
 
 def test_ranks_without_anything_are_named(
@@ -216,6 +221,31 @@ def test_what_a_run_is_using_is_listed_and_not_read(
         assert [each["in_use"] for each in found["ranks"]["each"]] == [False, False, True, False]
         assert found["in_use"]
         assert str(folders[2]) in call(capsys, "verify", tmp_path, code=1)[1]
+
+
+def test_ranks_that_commit_while_they_are_looked_at(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last has gone on to the next commit, given up the one before, and the others are looked at again."""
+    old = manifest_of(folders[0]).generation
+    looked = committed._of_one_generation
+
+    def commit(folder: Path) -> None:
+        rewrite(folder, lambda user: user.update(step=3), generation=old + 1)
+        path_of(folder, old).unlink()
+
+    def look(found: list[committed.Committed]) -> list[committed.Committed]:
+        result = looked(found)
+        for folder in folders[:-1]:
+            if path_of(folder, old).exists():
+                commit(folder)
+        return result
+
+    commit(folders[-1])
+    monkeypatch.setattr(committed, "_of_one_generation", look)
+    with swap.SwapSpace.open([folders[2]], name=NAME, nbytes=sum(manifest_of(folders[2]).file_sizes), keep=True):
+        found, _ = call(capsys, "list", tmp_path)
+    assert (found["step"], found["generation"], found["ranks"]["disagreement"]) == (3, old + 1, None)
 
 
 def test_directories_that_cannot_be_meant(

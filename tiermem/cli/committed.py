@@ -21,6 +21,7 @@ from tiermem.runtime.beginning import SPACE_NAME
 from tiermem.runtime.company import RANK_PREFIX
 
 _MANIFESTS = f"{SPACE_NAME}.*.manifest"
+_LOOKS = 3  # at a run that is going on, whose ranks commit while they are looked at one by one
 _RANK = re.compile(re.escape(RANK_PREFIX) + r"(\d{5,})")
 
 
@@ -82,12 +83,11 @@ def find_committed(directories: Sequence[Path]) -> list[Committed]:
             f"{directories[0]} holds the commit of one process and, in {RANK_PREFIX}{ranks[0]:05d} and so on, that of "
             "several ranks, which are different runs: move the files of one of them to a directory of its own"
         )
-    found = [_look_at_rank(directories, rank) for rank in ranks]
-    size = max((world_size(each.manifest) for each in found if each.manifest is not None), default=0)
-    found += [_look_at_rank(directories, rank) for rank in range(size) if rank not in ranks]
-    if not size:
-        raise swap.FormatError("; ".join(f"rank {each.rank}: {each.error}" for each in found))
-    return _of_one_generation(sorted(found, key=lambda each: each.rank or 0))
+    for _ in range(_LOOKS):
+        found = _look_at_ranks(directories, ranks)
+        if not _reasons(found) or not any(each.in_use for each in found):
+            break
+    return found
 
 
 def world_size(manifest: Manifest) -> int:
@@ -106,9 +106,9 @@ _COMMON: Mapping[str, Callable[[Manifest], object]] = {
 
 def disagreement(found: Sequence[Committed]) -> str | None:
     """Why what the ranks have is no commit of the run as a whole, besides the `error` of some; None: nothing is."""
-    if found[0].rank is None:
-        return None
     read = [(each, each.manifest) for each in found if each.manifest is not None]
+    if found[0].rank is None or not read:
+        return None
     for what, value_of in _COMMON.items():
         ranks: dict[object, list[str]] = {}
         for each, manifest in read:
@@ -134,19 +134,33 @@ def require_agreement(found: Sequence[Committed]) -> None:
             f"{named(found[0].directories)} holds what one of {world_size(alone)} ranks has committed, a part of every "
             "parameter: give the directories of the run, which hold those of the ranks"
         )
-    reasons = [f"rank {each.rank}: {each.error}" for each in found if each.error is not None]
-    reasons += filter(None, [disagreement(found)])
-    if reasons:
+    if reasons := _reasons(found):
         raise ResumeError(
             f"expected one commit of all ranks of a run, found {'; '.join(reasons)}; resume the run, which says what "
             "is missing"
         )
 
 
+def _reasons(found: Sequence[Committed]) -> list[str]:
+    """What keeps these from being the commit of a run."""
+    errors = [f"rank {each.rank}: {each.error}" for each in found if each.error is not None]
+    return [*errors, *filter(None, [disagreement(found)])]
+
+
 def _ranks_in(directory: Path) -> list[int]:
     """Which ranks have committed something in folders of `directory`."""
     names = {each.parent.name for each in directory.glob(f"{RANK_PREFIX}*/{_MANIFESTS}")}
     return sorted(int(match[1]) for match in map(_RANK.fullmatch, names) if match)
+
+
+def _look_at_ranks(directories: Sequence[Path], ranks: Sequence[int]) -> list[Committed]:
+    """What these `ranks` have, and those that the run had besides. Raises swap.FormatError where none can be read."""
+    found = [_look_at_rank(directories, rank) for rank in ranks]
+    size = max((world_size(each.manifest) for each in found if each.manifest is not None), default=0)
+    if not size:
+        raise swap.FormatError("; ".join(_reasons(found)))
+    found += [_look_at_rank(directories, rank) for rank in range(size) if rank not in ranks]
+    return _of_one_generation(sorted(found, key=lambda each: each.rank or 0))
 
 
 def _look_at_rank(directories: Sequence[Path], rank: int) -> Committed:
