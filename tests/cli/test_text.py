@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from doubles_commit import Training, make_config
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -72,6 +73,24 @@ def test_directories_give_their_visible_files_sorted(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("text")
     assert find_texts([tmp_path]) == [tmp_path / "a/z.md", tmp_path / "b.txt"]
+
+
+def test_a_run_among_the_texts_is_none_of_them(tmp_path: Path) -> None:
+    """Else a resumed one would learn from its own swap file, and go on with other batches."""
+    texts = [tmp_path / "a.txt", tmp_path / "run" / "tiermem.md"]
+    (tmp_path / "run").mkdir()
+    for path in texts:
+        path.write_text("text")
+    training = Training(make_config(tmp_path / "run"))
+    training.step()
+    training.commit().wait()
+    assert find_texts([tmp_path]) == texts
+    training.close()
+    (manifest,) = (tmp_path / "run").glob("tiermem.*.manifest")
+    for name in ("tiermem.manifest.new", f"{manifest.name}.damaged1"):
+        (tmp_path / "run" / name).write_text("left by a run that was killed")
+    assert len(list((tmp_path / "run").iterdir())) > 4
+    assert find_texts([tmp_path]) == texts
 
 
 def test_no_text_is_refused(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import os
+import re
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,8 +20,11 @@ import numpy as np
 import torch
 
 from tiermem.errors import ConfigError
+from tiermem.runtime.beginning import SPACE_NAME
 
 NOT_STANDARD_LIBRARY = frozenset({"site-packages", "dist-packages", "__pycache__"})
+# What is in a swap directory: a commit's manifest, also a damaged one or one that was not finished.
+RUN_FILES = re.compile(re.escape(SPACE_NAME) + r"\.(swapfile|lock|\d{20}\.manifest.*|manifest\.new)")
 # A token of a trained tokenizer covers about four bytes of text; reading eight makes a second read rare.
 BYTES_PER_TOKEN_READ = 8
 
@@ -135,6 +139,7 @@ def batch(source: TokenSource, *, seed: int, number: int, rows: int, length: int
 def find_texts(paths: Sequence[Path]) -> list[Path]:
     """Return the files meant by `paths`: files as they are, directories with all visible files below, sorted.
 
+    But for a run's own, which are there when it is resumed and were not when it began.
     Without paths: the Python standard library's own sources. Raises `ConfigError` naming a path that does not exist or
     a file that may not be read, or if there is nothing to read.
     """
@@ -143,7 +148,7 @@ def find_texts(paths: Sequence[Path]) -> list[Path]:
     found: list[Path] = []
     for path in paths:
         if path.is_dir():
-            found += sorted(file for file in path.rglob("*") if file.is_file() and not is_hidden(file, path))
+            found += sorted(file for file in path.rglob("*") if file.is_file() and is_text(file, path))
         elif path.is_file():
             found.append(path)
         elif os.path.lexists(path):
@@ -174,6 +179,7 @@ def standard_library_sources() -> list[Path]:
     return [Path(file) for file in sorted(files, key=lambda file: file.split(os.sep))]
 
 
-def is_hidden(file: Path, root: Path) -> bool:
-    """Return whether the file or a folder on the way to it starts with a dot."""
-    return any(part.startswith(".") for part in file.relative_to(root).parts)
+def is_text(file: Path, root: Path) -> bool:
+    """Return whether neither the file nor a folder on the way to it starts with a dot, and it is no file of a run's."""
+    hidden = any(part.startswith(".") for part in file.relative_to(root).parts)
+    return not hidden and RUN_FILES.fullmatch(file.name) is None
