@@ -22,6 +22,7 @@ import pytest
 import torch
 import xxhash
 from doubles_combinations import half_of, number_of
+from doubles_silence import only_what_is_held_is_silent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -488,25 +489,31 @@ def test_memory_while_streaming_is_the_budget_and_one_tensor(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("operation", ["pwritev", "fsync", "rename"])
-def test_a_drive_that_does_not_answer(tmp_path: Path, operation: str) -> None:
-    go = threading.Event()
+def test_a_drive_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str) -> None:
+    held, go = threading.Event(), threading.Event()
+    only_what_is_held_is_silent(monkeypatch, held.is_set)
 
     class Silent(SystemCalls):
         pass
 
-    setattr(Silent, operation, lambda *_: go.wait(60))
+    def hold(*_: Any) -> None:
+        held.set()
+        go.wait(60)
+
+    setattr(Silent, operation, hold)
     with pytest.raises(swap.SwapIOError, match="ETIMEDOUT"):
         write_with(Silent(), tmp_path / "out", stall_seconds=1.0)
     go.set()
-    until = time.monotonic() + 10.0
+    until = time.monotonic() + 60.0
     while list(tmp_path.iterdir()):  # a rename is waited for: it might have given the folder its name
         assert time.monotonic() < until
         time.sleep(0.01)
     file = tmp_path / "file.safetensors"
     save_file({"a": torch.zeros(3)}, file)
-    Silent.preadv = lambda *_: go.wait(60)
+    Silent.preadv = hold
+    held.clear()
     go.clear()
-    with pytest.MonkeyPatch.context() as patch:
+    with monkeypatch.context() as patch:
         patch.setattr(tensor_file, "STALL_SECONDS", 0.05)
         with open_tensors(file).reading(Silent()) as reader, pytest.raises(swap.SwapIOError, match="ETIMEDOUT"):
             reader.read(memoryview(bytearray(12)), 80)
@@ -515,10 +522,12 @@ def test_a_drive_that_does_not_answer(tmp_path: Path, operation: str) -> None:
 
 def test_a_name_that_is_given_late_is_that_of_a_whole_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where it is given between the removals of two files, had they begun."""
-    go, named = threading.Event(), threading.Event()
+    held, go, named = threading.Event(), threading.Event(), threading.Event()
+    only_what_is_held_is_silent(monkeypatch, held.is_set)
 
     class Late(SystemCalls):
         def rename(self, source: str, target: str) -> None:
+            held.set()
             go.wait(60)
             super().rename(source, target)
             named.set()
@@ -528,7 +537,7 @@ def test_a_name_that_is_given_late_is_that_of_a_whole_folder(tmp_path: Path, mon
     def unlink(path: Path, missing_ok: bool = False) -> None:
         remove(path, missing_ok)
         go.set()
-        named.wait(10)
+        named.wait(60)
 
     monkeypatch.setattr(Path, "unlink", unlink)
     with Draft(tmp_path / "out", stall_seconds=1.0, system=Late()) as draft:
@@ -537,7 +546,7 @@ def test_a_name_that_is_given_late_is_that_of_a_whole_folder(tmp_path: Path, mon
         with pytest.raises(swap.SwapIOError, match=r"rename.*ETIMEDOUT"):
             draft.finish()
     go.set()
-    assert named.wait(10)
+    assert named.wait(60)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["a", "b"]
     while any(thread.name == "tiermem-draft" for thread in threading.enumerate()):
         time.sleep(0.01)

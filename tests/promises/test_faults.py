@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from doubles_combinations import half_of, in_turn, some_of
 from doubles_commit import Training, make_config, undisturbed
+from doubles_silence import only_what_is_held_is_silent
 
 import swap
 from swap.syscalls import SystemCalls
@@ -34,7 +35,9 @@ class Drive:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.struck = 0
+        self.holds = threading.Event()
         self.silent = threading.Event()  # set: nobody is held in a call any more
+        only_what_is_held_is_silent(monkeypatch, self.holds.is_set)
         self._armed: tuple[str, str | int, int] | None = None
         self._from = 0
         self._lock = threading.Lock()
@@ -58,6 +61,7 @@ class Drive:
             if isinstance(fault, int):
                 raise OSError(fault, os.strerror(fault))
             if fault == "stall":
+                self.holds.set()
                 assert self.silent.wait(60), "the test forgot to let go of the drive"
             if fault == "short":
                 view, offset = arguments

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from doubles_silence import only_what_is_held_is_silent
 
 import swap
 import tiermem
@@ -167,14 +168,16 @@ def test_groups_of_some_are_not_cut_out_of_one_that_is_bound_to_devices(
 def test_the_folder_of_a_rank_is_not_waited_for_on_a_silent_drive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers, line = threading.Event(), Line()
+    held, answers, line = threading.Event(), threading.Event(), Line()
+    only_what_is_held_is_silent(monkeypatch, lambda: held.is_set() and not answers.is_set())
     company = Company(one_copy(line), line)
     given = tiermem.Config(device="cpu", host_memory="1MiB", swap_dirs=[tmp_path], stall_timeout=0.1)
     own = own_directories(given, company)
 
     def silent(real: Callable[..., None]) -> Callable[..., None]:
         def call(*arguments: Any, **more: Any) -> None:
-            answers.wait(3)
+            held.set()
+            answers.wait(30)
             real(*arguments, **more)
 
         return call
@@ -185,6 +188,7 @@ def test_the_folder_of_a_rank_is_not_waited_for_on_a_silent_drive(
             make_directories(own, company)
         answers.set()
     make_directories(own, company)
+    held.clear()
     answers.clear()
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rmdir", silent(Path.rmdir))

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 from doubles import FaultySystemCalls, Stall
+from doubles_silence import only_what_is_held_is_silent
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -314,16 +315,18 @@ def test_a_failing_drive_ends_the_measurement_with_its_error_and_no_file(tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_drive_that_does_not_answer_when_the_files_are_made(tmp_path: Path) -> None:
+def test_a_drive_that_does_not_answer_when_the_files_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     system, stall = FaultySystemCalls(), Stall()
+    only_what_is_held_is_silent(monkeypatch, stall.entered.is_set)
     system.inject("open", stall)
     with pytest.raises(SwapIOError, match="ETIMEDOUT"):
         Ground.open([tmp_path], nbytes=MIB, buffer_nbytes=MIB, system=system, stall_seconds=0.1)
     stall.release()
 
 
-def test_leftovers_on_a_drive_that_does_not_answer_stay(tmp_path: Path) -> None:
+def test_leftovers_on_a_drive_that_does_not_answer_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     system, stall = FaultySystemCalls(), Stall()
+    only_what_is_held_is_silent(monkeypatch, stall.entered.is_set)
     system.inject("ask", stall)
     assert remove_leftovers([tmp_path], system, stall_seconds=0.1) == []
     assert stall.entered.is_set()
@@ -337,6 +340,7 @@ def test_a_drive_that_stops_answering_ends_the_measurement(
     monkeypatch.setattr("swap.bench.load._DRAIN_SECONDS", 0.3)
     monkeypatch.setattr("swap.bench.load.EngineSettings", partial(EngineSettings, stall_seconds=1.0))
     system, stall = FaultySystemCalls(), Stall()
+    only_what_is_held_is_silent(monkeypatch, stall.entered.is_set)
     system.inject("pwritev", *[None] * (1 + passed), stall)  # the first one writes the header
     try:
         with pytest.raises(SwapTimeoutError, match="did not answer"):

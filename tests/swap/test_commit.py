@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from doubles import FaultySystemCalls, Short, Stall
 from doubles_combinations import number_of
+from doubles_silence import only_what_is_held_is_silent
 
 import swap
 from swap import (
@@ -168,8 +169,9 @@ def test_what_was_prepared_is_found_until_it_is_published(tmp_path: Path) -> Non
     run.space.close()
 
 
-def test_what_was_prepared_is_not_waited_for_on_a_silent_drive(tmp_path: Path) -> None:
+def test_what_was_prepared_is_not_waited_for_on_a_silent_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     system, stall = FaultySystemCalls(), Stall()
+    only_what_is_held_is_silent(monkeypatch, stall.entered.is_set)
     system.inject("open", stall)
     with pytest.raises(swap.SwapIOError, match=r"r0\.manifest\.new.*ETIMEDOUT"):
         find_prepared([tmp_path], name="r0", system=system, stall_seconds=0.05)
@@ -181,7 +183,8 @@ def test_what_a_commit_looks_for_is_not_waited_for_on_a_silent_drive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """A name is read from the drive where the system does not remember it."""
-    run, answers = Run(tmp_path), threading.Event()
+    run, held, answers = Run(tmp_path), threading.Event(), threading.Event()
+    only_what_is_held_is_silent(monkeypatch, held.is_set)
     run.store = CommitStore([tmp_path], name="r0", stall_seconds=1.0)
     run.space._files[0]._system = PatientSystemCalls(None, 0.1)
     run.write("a", b"a")
@@ -189,7 +192,8 @@ def test_what_a_commit_looks_for_is_not_waited_for_on_a_silent_drive(
     def silent(real: Callable[..., Any]) -> Callable[..., Any]:
         def call(path: Any, *arguments: Any, **more: Any) -> Any:
             if path == str(tmp_path / name):
-                answers.wait(3)
+                held.set()
+                answers.wait(30)
             return real(path, *arguments, **more)
 
         return call
@@ -511,11 +515,13 @@ def test_a_drive_that_fails_again_leaves_the_doubt_until_it_answers(tmp_path: Pa
     run.space.close()
 
 
-def test_a_rename_that_was_given_up_keeps_others_out_until_it_has_ended(tmp_path: Path) -> None:
-    run = Run(tmp_path)
+def test_a_rename_that_was_given_up_keeps_others_out_until_it_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, stall = Run(tmp_path), Stall()
+    only_what_is_held_is_silent(monkeypatch, stall.entered.is_set)
     run.store = CommitStore([tmp_path], name="r0", system=run.system, stall_seconds=1.0)
     run.two_commits()
-    stall = Stall()
     run.system.inject("rename", stall)
     with pytest.raises(SwapIOError, match="ETIMEDOUT"):
         run.commit(2)
@@ -533,14 +539,17 @@ def test_a_rename_that_was_given_up_keeps_others_out_until_it_has_ended(tmp_path
     run.space.close()
 
 
-def test_a_write_that_was_given_up_keeps_others_out_until_it_has_ended(tmp_path: Path) -> None:
+def test_a_write_that_was_given_up_keeps_others_out_until_it_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stall, system = Stall(), FaultySystemCalls()
+    only_what_is_held_is_silent(monkeypatch, stall.entered.is_set)
     settings = EngineSettings(stall_seconds=1.0)
     space = SwapSpace.open([tmp_path], name="r0", nbytes=MIB, system=system, settings=settings)
     extent, buffer = space.allocate(4096), AlignedBuffer(4096)
     system.inject("pwritev", stall)
     space.start_write(extent, buffer.view)
-    stall.entered.wait(60)
+    assert stall.entered.wait(60)
     with pytest.raises(SwapTimeoutError):
         space.close()
     with pytest.raises(SwapInUseError):  # what it writes late would fall into an extent of the next run
@@ -887,12 +896,14 @@ def test_after_a_failed_sync_nothing_is_known_and_no_commit_is_made(tmp_path: Pa
     run.space.close()
 
 
-def test_a_rename_that_may_yet_happen_is_waited_for_before_the_next_commit(tmp_path: Path) -> None:
-    run = Run(tmp_path)
+def test_a_rename_that_may_yet_happen_is_waited_for_before_the_next_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, stall = Run(tmp_path), Stall()
+    only_what_is_held_is_silent(monkeypatch, stall.entered.is_set)
     run.store = CommitStore([tmp_path], name="r0", system=run.system, stall_seconds=1.0)
     run.two_commits()
     mark = prepared(run, 2)
-    stall = Stall()
     run.system.inject("rename", stall)
     with pytest.raises(SwapIOError, match="ETIMEDOUT"):
         run.store.publish()

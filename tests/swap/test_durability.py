@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from doubles import FaultySystemCalls, Stall
+from doubles_silence import only_what_is_held_is_silent
 
 from swap import EngineSettings, SwapIOError, SwapSpace
 from swap.durability import sync_files
@@ -115,9 +116,12 @@ def test_a_space_syncs_its_devices_at_once(tmp_path: Path) -> None:
     space.close(remove=True)
 
 
-def test_one_silent_drive_is_named_and_no_sync_succeeds_afterwards(tmp_path: Path) -> None:
-    space, system = two_drives(tmp_path, stall_seconds=1.0)
+def test_one_silent_drive_is_named_and_no_sync_succeeds_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stall = Stall()
+    only_what_is_held_is_silent(monkeypatch, stall.entered.is_set)
+    space, system = two_drives(tmp_path, stall_seconds=1.0)
     real = system.fdatasync
 
     def fdatasync(fd: int) -> None:

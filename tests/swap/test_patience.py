@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from doubles import FaultySystemCalls, Short, Stall
+from doubles_silence import only_what_is_held_is_silent
 
 import swap
 from swap.patience import PatientSystemCalls
@@ -74,8 +75,9 @@ def test_but_not_for_ever(tmp_path: Path) -> None:
         PatientSystemCalls(system, 30.0).unlink(str(tmp_path / "file"))
 
 
-def test_a_silent_drive_is_given_up(tmp_path: Path) -> None:
+def test_a_silent_drive_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     system, stall = FaultySystemCalls(), Stall()
+    only_what_is_held_is_silent(monkeypatch, stall.entered.is_set)
     system.inject("unlink", stall)
     with pytest.raises(TimeoutError) as raised:
         PatientSystemCalls(system, 0.05).unlink(str(tmp_path / "file"))
@@ -85,11 +87,12 @@ def test_a_silent_drive_is_given_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
-def test_opening_on_a_silent_drive_is_an_error_that_names_the_file(tmp_path: Path, interrupted: bool) -> None:
+def test_opening_on_a_silent_drive_is_an_error_that_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupted: bool
+) -> None:
     """Or somebody has enough of waiting before that."""
     system, stall = FaultySystemCalls(), Stall()
     system.inject("fsync", stall)
-    # Time enough for the calls before that one, where others use the drive; the runs afterwards have more.
     settings = swap.EngineSettings(stall_seconds=30.0 if interrupted else 1.0)
 
     def interrupt() -> None:
@@ -99,6 +102,8 @@ def test_opening_on_a_silent_drive_is_an_error_that_names_the_file(tmp_path: Pat
 
     if interrupted:
         threading.Thread(target=interrupt, daemon=True).start()
+    else:
+        only_what_is_held_is_silent(monkeypatch, stall.entered.is_set)
     with pytest.raises(
         KeyboardInterrupt if interrupted else swap.SwapIOError,
         match=None if interrupted else r"name\.swapfile.*ETIMEDOUT.*no progress",
@@ -107,7 +112,7 @@ def test_opening_on_a_silent_drive_is_an_error_that_names_the_file(tmp_path: Pat
     with pytest.raises(swap.SwapInUseError):  # as long as the call may still happen
         swap.SwapSpace.open([tmp_path], name="name", nbytes=1 << 16)
     stall.release()
-    until = time.monotonic() + 10.0
+    until = time.monotonic() + 60.0
     while True:
         try:
             swap.SwapSpace.open([tmp_path], name="name", nbytes=1 << 16).close(remove=True)
@@ -135,6 +140,7 @@ def test_room_is_reserved_a_piece_after_the_other_each_within_the_time_of_a_call
     assert pieces == [(0, 1 << 16), (1 << 16, 1 << 16), (2 << 16, 155_648 - (2 << 16))]
     assert os.stat(tmp_path / "name.swapfile").st_size == 155_648
     system, stall = FaultySystemCalls(), Stall()
+    only_what_is_held_is_silent(monkeypatch, stall.entered.is_set)
     system.inject("fallocate", None, errno.EINTR, stall)
     with pytest.raises(swap.SwapIOError, match=r"reserve.*name\.swapfile.*ETIMEDOUT.*no progress"):
         swap.SwapSpace.open([tmp_path], name="name", nbytes=1 << 18, settings=settings, system=system)
@@ -144,19 +150,22 @@ def test_room_is_reserved_a_piece_after_the_other_each_within_the_time_of_a_call
     stall.release()
 
 
-def test_a_commit_that_a_silent_drive_may_yet_remove_keeps_others_out(tmp_path: Path) -> None:
+def test_a_commit_that_a_silent_drive_may_yet_remove_keeps_others_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A new run forgets it, and is told that the drive does not answer."""
     with swap.SwapSpace.open([tmp_path], name="name", nbytes=1 << 16) as space:
         swap.CommitStore([tmp_path], name="name").write(0, [], {}, space=space)
     system, stall = FaultySystemCalls(), Stall()
     system.inject("unlink", stall)
+    only_what_is_held_is_silent(monkeypatch, stall.entered.is_set)
     settings = swap.EngineSettings(stall_seconds=1.0)
     with pytest.raises(swap.SwapIOError, match=r"unlink.*manifest.*ETIMEDOUT"):
         swap.SwapSpace.open([tmp_path], name="name", nbytes=1 << 16, settings=settings, system=system)
     with pytest.raises(swap.SwapInUseError):
         swap.SwapSpace.open([tmp_path], name="name", nbytes=1 << 16, keep=True)
     stall.release()
-    until = time.monotonic() + 10.0
+    until = time.monotonic() + 60.0
     while True:
         try:
             swap.SwapSpace.open([tmp_path], name="name", nbytes=1 << 16).close(remove=True)
@@ -177,7 +186,9 @@ def lived(directory: Path, system: swap.SystemCalls | None = None) -> None:
 
 
 @pytest.mark.parametrize("call", ["ask", "truncate"])
-def test_whichever_call_a_drive_does_not_answer_a_run_begins_and_ends_with_an_error(tmp_path: Path, call: str) -> None:
+def test_whichever_call_a_drive_does_not_answer_a_run_begins_and_ends_with_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
     """And whatever that call does in the end, it does before anybody else is let in."""
 
     def prepare(directory: Path) -> Path:
@@ -186,7 +197,8 @@ def test_whichever_call_a_drive_does_not_answer_a_run_begins_and_ends_with_an_er
         swap.SwapSpace.open([directory], name="name", nbytes=1 << 17).close()
         return directory
 
-    counting = FaultySystemCalls()
+    counting, stall = FaultySystemCalls(), Stall()
+    only_what_is_held_is_silent(monkeypatch, lambda: stall.entered.is_set())
     lived(prepare(tmp_path / "undisturbed"), counting)
     assert counting.calls[call] > 0
     for number in range(counting.calls[call]):
@@ -197,7 +209,7 @@ def test_whichever_call_a_drive_does_not_answer_a_run_begins_and_ends_with_an_er
             lived(directory, system)
         assert stall.entered.is_set()
         stall.release()
-        until = time.monotonic() + 10.0
+        until = time.monotonic() + 60.0
         while True:
             try:
                 lived(directory)
@@ -230,9 +242,12 @@ def test_what_is_free_is_not_waited_for_on_a_silent_drive(
     gate.set()
 
 
-def test_looking_for_who_holds_a_directory_on_a_silent_drive_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+def test_looking_for_who_holds_a_directory_on_a_silent_drive_is_an_error_that_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with swap.SwapSpace.open([tmp_path], name="name", nbytes=1 << 16):
         system, stall = FaultySystemCalls(), Stall()
+        only_what_is_held_is_silent(monkeypatch, stall.entered.is_set)
         system.inject("ask", stall)
         with pytest.raises(swap.SwapIOError, match=r"name\.lock.*ETIMEDOUT.*no progress"):
             swap.find_leftovers([tmp_path], name="name", system=system, stall_seconds=0.05)
@@ -240,16 +255,17 @@ def test_looking_for_who_holds_a_directory_on_a_silent_drive_is_an_error_that_na
 
 
 @pytest.mark.parametrize("out", ["removal", "transfer"])
-def test_closing_what_a_call_is_out_on_ends(tmp_path: Path, out: str) -> None:
+def test_closing_what_a_call_is_out_on_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str) -> None:
     """A file system in user space, or over a network, closes a file when that call has ended."""
     system, call, closing = FaultySystemCalls(), Stall(), Stall()
+    only_what_is_held_is_silent(monkeypatch, call.entered.is_set)
     settings = swap.EngineSettings(stall_seconds=1.0)
     space = swap.SwapSpace.open([tmp_path], name="name", nbytes=4096, settings=settings, system=system)
     system.inject("close", closing)
     if out == "transfer":
         system.inject("pwritev", call)
         space.start_write(space.allocate(4096), swap.AlignedBuffer(4096).view)
-        assert call.entered.wait(10)
+        assert call.entered.wait(30)
     else:
         system.inject("ask", call)
     with pytest.raises(swap.SwapError, match="did not answer" if out == "transfer" else "ETIMEDOUT"):
@@ -272,8 +288,9 @@ def test_where_no_thread_can_be_started_what_was_made_is_removed_all_the_same(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_measuring_a_silent_drive_ends(tmp_path: Path) -> None:
+def test_measuring_a_silent_drive_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     system, stall = FaultySystemCalls(), Stall()
+    only_what_is_held_is_silent(monkeypatch, stall.entered.is_set)
     system.inject("open", stall)
     with pytest.raises(swap.SwapIOError, match=r"name\.probe\.lock.*ETIMEDOUT"):
         measure(tmp_path, name="name", settings=swap.EngineSettings(stall_seconds=1.0), system=system)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from doubles import FaultySystemCalls, Stall, StepBackend
+from doubles_silence import only_what_is_held_is_silent
 
 import swap
 from swap import AlignedBuffer, EngineSettings, SwapFullError, SwapSpace
@@ -352,6 +353,7 @@ def test_where_no_thread_waits_for_a_late_call_its_locks_stay_and_closing_says_w
         directory.mkdir()
     system, stall = FaultySystemCalls(), Stall()
     settings = EngineSettings(stall_seconds=1)
+    only_what_is_held_is_silent(monkeypatch, stall.entered.is_set)
     space = SwapSpace.open(directories, name="r0", nbytes=MIB, settings=settings, system=system)
     system.inject("preadv", stall)
     space.start_read(space.allocate(4096), AlignedBuffer(4096).view)
