@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 from pathlib import Path
 
@@ -182,12 +181,23 @@ def test_an_error_that_nobody_catches_is_told_where_nobody_closes(warm_python: W
 
 
 STOPPED = """
-import os, signal, sys
+import os, signal, sys, time
 import torch, torch.distributed as dist
 import tiermem
 
-folder, rank, port = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+folder, rank = sys.argv[1], int(sys.argv[2])
+told = os.path.join(folder, "port")
+if rank == 0:
+    store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)  # any port that is free
+    with open(told + ".new", "w") as file:
+        file.write(str(store.port))
+    os.rename(told + ".new", told)
+else:
+    while not os.path.exists(told):
+        time.sleep(0.01)
+    with open(told) as file:
+        store = dist.TCPStore("127.0.0.1", int(file.read()), 2, is_master=False)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
 config = tiermem.Config(device="cpu", host_memory="4MiB", swap_dirs=[folder], param_dtype="float32", stall_timeout=6.0)
 with tiermem.offload(model, config) as runtime:
@@ -201,14 +211,9 @@ with tiermem.offload(model, config) as runtime:
 
 def test_a_rank_that_hangs_and_keeps_the_store_holds_nobody_up(warm_python: WarmPython, tmp_path: Path) -> None:
     """Rank 0 does; a call that the store's keeper does not answer would wait for ever."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
     programs = [
         subprocess.Popen(
-            [warm_python.path, "-c", STOPPED, str(tmp_path), str(rank), port],
-            cwd=ROOT,
-            stderr=subprocess.PIPE,
-            text=True,
+            [warm_python.path, "-c", STOPPED, str(tmp_path), str(rank)], cwd=ROOT, stderr=subprocess.PIPE, text=True
         )
         for rank in range(2)
     ]
