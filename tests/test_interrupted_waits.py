@@ -113,7 +113,7 @@ def test_for_the_beginning_of_copies() -> None:
         tries += 1
         for thread in threading.enumerate():
             if thread.name == "test-copies" and thread.ident is not None:
-                thread.join(5)
+                thread.join(60)
                 assert not thread.is_alive()
     assert tries > 3
     (whole,) = lines
@@ -146,7 +146,7 @@ def test_for_the_beginning_of_a_thread(watched: bool) -> None:
 
     for _ in interrupted_everywhere(make):
         if threads[-1].ident is not None:  # else the interrupt came before the system was asked
-            threads[-1].join(5)
+            threads[-1].join(60)
             assert len(threads) - 1 in done
     assert len(done) > 3
 
@@ -157,7 +157,7 @@ def test_for_a_thread_that_a_drive_may_keep() -> None:
     def make():
         threads.append(WatchedThread(lambda: None, name="test-watched"))
         threads[-1].start()
-        return lambda: threads[-1].join(5)
+        return lambda: threads[-1].join(60)
 
     for _ in interrupted_everywhere(make):
         threads[-1].join()

@@ -644,10 +644,12 @@ def test_the_tool_that_interrupts_everywhere(together, warm_python: WarmPython, 
     assert done.stdout.count("at ") >= 3
 
 
-@pytest.mark.parametrize(("end", "said"), [("exec sleep 60", "waits for ever"), ("exit 3", "exit code 3")])
-def test_the_tool_says_where_a_training_ended(end, said, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("end", "said", "patience"), [("exec sleep 600", "waits for ever", 2.0), ("exit 3", "exit code 3", 60.0)]
+)
+def test_the_tool_says_where_a_training_ended(end, said, patience, tmp_path, monkeypatch, capsys):
     """Of one that waits for ever it does not wait for the end."""
-    monkeypatch.setattr(interrupt_training, "PATIENCE", 0.5)
+    monkeypatch.setattr(interrupt_training, "PATIENCE", patience)
     training = tmp_path / "training"
     training.write_text(f"#!/bin/sh\necho at forward:1\n{end}\n")
     training.chmod(0o755)

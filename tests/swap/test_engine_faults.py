@@ -343,7 +343,7 @@ def test_waiting_with_a_timeout_ends_and_the_request_may_still_succeed(file: Swa
 
 
 def test_a_stalled_device_raises_in_the_waiter(file: SwapFile) -> None:
-    engine, stall, request = stalled(file, 0.1)
+    engine, stall, request = stalled(file, 1.0)  # enough for what comes first, also on a slow drive
     # Other blocks going through do not hide that this one is stuck.
     for _ in range(3):
         engine.start_read(file, 4096, AlignedBuffer(BLOCK).view).wait(30)

@@ -88,8 +88,8 @@ def test_a_hundred_cycles_leave_no_thread_and_no_descriptor(tmp_path: Path, back
     threads, open_files = threading.active_count(), descriptors()
     for _ in range(100):
         cycle()
-    assert threading.active_count() == threads
-    assert descriptors() == open_files
+    assert threading.active_count() <= threads
+    assert descriptors() <= open_files
 
 
 def hammer(

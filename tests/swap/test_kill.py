@@ -56,7 +56,7 @@ def test_a_child_that_fails_by_itself_ends_the_program_with_what_it_said() -> No
 
 def test_no_child_is_forked_beside_another_thread() -> None:
     found = lives("""
-        threading.Thread(target=time.sleep, args=(0.5,)).start()
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
         live(lambda: tell("never"), seconds=None, working=False)
     """)
     assert found.returncode == 1

@@ -8,18 +8,19 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from swap.patience import PatientSystemCalls
 from swap.syscalls import SystemCalls
-from swap.watch import Watch, grace, join
+from swap.watch import Watch, WatchedThread, grace, join
 
 STALL = 10.0  # seconds; its grace is 3
 
 MOVE = """
 import pathlib, sys, swap
-settings = swap.EngineSettings(stall_seconds=0.5, block_size=1 << 20, queue_depth=2)
+settings = swap.EngineSettings(stall_seconds=1.5, block_size=1 << 20, queue_depth=2)
 with swap.SwapSpace.open([pathlib.Path(sys.argv[1])], name="r0", nbytes=32 << 20, settings=settings) as space:
     buffers = [swap.AlignedBuffer(4 << 20) for _ in range(8)]
     extents = [space.allocate(4 << 20) for _ in buffers]
@@ -50,7 +51,7 @@ def test_a_process_that_is_stopped_goes_on_where_it_was(tmp_path: Path) -> None:
             before = len(seen)
             time.sleep(0.1 + 0.013 * pause)
             child.send_signal(signal.SIGSTOP)
-            time.sleep(2.0)
+            time.sleep(3.0)  # longer than silence may last, and than two looks are apart
             child.send_signal(signal.SIGCONT)
             until = time.monotonic() + 60
             while child.poll() is None and len(seen) < before + 3 and time.monotonic() < until:
@@ -100,11 +101,21 @@ def test_a_thread_is_joined_for_its_time_and_the_grace() -> None:
     assert not thread.is_alive()
 
 
-def test_a_call_that_is_answered_in_the_grace_is_answered(tmp_path: Path) -> None:
+def test_a_call_that_is_answered_in_the_grace_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread of a call comes behind the one that waits for it, where both were stopped."""
+    answers, waits, real = threading.Event(), list[float | None](), WatchedThread.join
 
     class Slow(SystemCalls):
         def unlink(self, path: str) -> None:
-            time.sleep(0.3)
+            assert answers.wait(60)
 
+    def join(thread: WatchedThread, timeout: float | None = None) -> None:
+        waits.append(timeout)
+        if len(waits) == 2:
+            answers.set()
+            timeout = 60.0  # the answer is given, and may come late on a busy machine
+        real(thread, timeout)
+
+    monkeypatch.setattr(WatchedThread, "join", join)
     PatientSystemCalls(Slow(), 0.2).unlink(str(tmp_path / "name"))
+    assert waits == pytest.approx([0.2, 0.2], abs=0.1)
