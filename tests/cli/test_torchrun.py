@@ -27,7 +27,7 @@ from tiermem.cli.train import train
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = Path(__file__)  # without one, every rank looks for those of the standard library
-STEPS = 5
+STEPS = 12  # more than are done before a process that looks for the first commit gets its turn
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
