@@ -1,6 +1,5 @@
 """Frames of host memory: theirs alone, aligned, within the budget in address book and in physical memory."""
 
-import gc
 import itertools
 import os
 import random
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from doubles_combinations import number_of
+from doubles_garbage import collect
 from doubles_pager import is_viewed
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -163,7 +163,7 @@ def test_closing_under_a_view_leaves_the_view_usable() -> None:
     view = frame.tensor[:10]
     arena.close()
     del frame, arena
-    gc.collect()
+    collect()
     assert view.tolist() == [9] * 10
 
 

@@ -1,10 +1,9 @@
 """Frames in one piece of memory: apart from each other, and never reused before what was asked of them is done."""
 
-import gc
-
 import pytest
 import torch
 from doubles_combinations import number_of
+from doubles_garbage import collect
 from doubles_pager import is_viewed
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -68,7 +67,7 @@ def test_a_view_keeps_the_memory_after_closing() -> None:
     view = _frame(arena, UNIT).tensor.fill_(5)[:100]
     arena.close()
     arena.close()
-    gc.collect()
+    collect()
     others = [torch.zeros(4 * UNIT, dtype=torch.uint8) for _ in range(8)]
     assert view.tolist() == [5] * 100
     assert len(others) == 8

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dis
 import functools
-import gc
 import itertools
 import sys
 import threading
@@ -14,6 +13,7 @@ from collections.abc import Iterator
 from types import CodeType, FrameType
 
 import pytest
+from doubles_garbage import collect
 from doubles_signals import interrupted
 
 from tiermem.errors import TiermemError
@@ -180,7 +180,7 @@ def test_a_beginning_that_is_interrupted_anywhere_leaves_no_thread() -> None:
     async def nothing() -> None: ...
 
     whole.finish(nothing)
-    gc.collect()
+    collect()
 
 
 def test_what_is_left_runs_before_the_end_and_not_behind_it(mailbox: Mailbox) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import gc
 import random
 import threading
 import time
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from doubles import FaultySystemCalls, Stall
+from doubles_garbage import collect
 from doubles_pager import save_all
 
 from swap.settings import EngineSettings
@@ -88,7 +88,7 @@ def make(tmp_path: Path) -> Iterator[Any]:
         house.arena.close()
         house.space.close(remove=True)
     assert set(threading.enumerate()) <= before, "a thread is left"
-    gc.collect()  # a task destroyed while pending would warn, and warnings are errors
+    collect()  # a task destroyed while pending would warn, and warnings are errors
 
 
 @pytest.mark.parametrize("backend", ["threads", "inline"])
@@ -316,7 +316,7 @@ def test_closing_ends_tasks_that_wait_for_leases_kernels_or_nothing(make: Any, m
 
     tasks = [house.pager.start_task(task) for task in (leases(), house.pager.run_worker(kernel), idle())]
     assert entered.wait(10)
-    gc.collect()  # an event loop by itself keeps no task that waits for what nobody else has
+    collect()  # an event loop by itself keeps no task that waits for what nobody else has
     closer = threading.Thread(target=house.pager.close)
     closer.start()
     with pytest.raises(TiermemError, match="closed while"):

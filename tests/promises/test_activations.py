@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from doubles_combinations import half_of, some_of
+from doubles_garbage import collect
 from doubles_streams import StreamDevice
 from doubles_training import Trainee, check, config_for, plain, within_budgets
 from torch import nn
@@ -218,7 +219,7 @@ def test_a_graph_dropped_without_backward_frees_its_pages_at_once(mode: str, cha
     checkpoint(
         torch.sin, torch.ones(1, requires_grad=True), use_reentrant=True
     )  # imports of torch's, which leave circles behind
-    gc.collect()
+    collect()
     gc.disable()
     try:
         with offload(mode, tmp_path, **chain) as runtime:
@@ -297,7 +298,7 @@ def test_an_exception_in_forward_and_no_grad_leave_nothing(mode: str, chain: Cha
         hook = runtime.model.layers[3].norm.register_forward_hook(fail)
         with pytest.raises(ArithmeticError), runtime.offload_activations(THRESHOLD):
             runtime.model(x)
-        gc.collect()  # the exception's traceback held the graph
+        collect()  # the exception's traceback held the graph
         assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
         assert nothing_is_kept(runtime)
         hook.remove()
@@ -491,7 +492,7 @@ def test_a_full_disk_is_an_error_and_training_goes_on(
             patched.setattr(scratch, "_grow", full)
             with pytest.raises(SwapFullError), runtime.offload_activations(THRESHOLD):
                 runtime.model(x).square().mean().backward()
-        gc.collect()  # the exception's traceback held the graph
+        collect()  # the exception's traceback held the graph
         assert nothing_is_kept(runtime)
         for _ in range(2):
             with runtime.offload_activations(THRESHOLD):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import pytest
 import torch
 from doubles_combinations import in_turn
+from doubles_garbage import collect
 from doubles_models import Stack
 from doubles_training import MIB, PlainAdamW, check, config_for, offloaded, plain, same
 from torch import nn
@@ -215,7 +215,7 @@ def test_an_exception_in_forward_leaves_a_model_that_goes_on(tmp_path):
         with pytest.raises(ValueError, match="mine"):
             several.model(several.batch)
         hook.remove()
-        gc.collect()
+        collect()
         pairs = [
             (several.model, tiermem.AdamW(several.model.parameters())),
             (plain_model, PlainAdamW(plain_model.parameters())),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import io
 import math
 import operator
@@ -15,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from doubles_garbage import collect
 from doubles_models import Stack, mlp
 from doubles_training import config_for
 from torch import nn
@@ -789,7 +789,7 @@ def test_a_dropped_runtime_keeps_what_is_committed(tmp_path):
     with warnings.catch_warnings(record=True):
         warnings.simplefilter("always")
         del runtime
-        gc.collect()
+        collect()
     with tiermem.offload(mlp(), config_for(tmp_path, 8 * MIB, "forward"), resume=True) as runtime:
         assert runtime.committed == {"kept": True}
         runtime.close(remove=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import gc
 import itertools
 import sys
 import threading
@@ -14,6 +13,7 @@ import time
 import pytest
 import torch
 from doubles_combinations import each_of, half_of, in_turn, number_of, some_of
+from doubles_garbage import collect
 from doubles_models import Stack
 from doubles_python import ROOT, WarmPython
 from doubles_signals import interrupted
@@ -624,7 +624,7 @@ def test_a_close_that_is_interrupted_is_ended_by_the_next_one_or_by_python(again
         if again:
             runtime.close()
         del model, runtime, optimizer
-        gc.collect()
+        collect()
         deadline = time.monotonic() + 20  # a thread that has been told to end may get its turn late on a busy machine
         while (left := [each for each in threads_of_ours() if each not in others]) and time.monotonic() < deadline:
             time.sleep(0.02)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from doubles_combinations import half_of, in_turn, some_of
+from doubles_garbage import collect
 from doubles_models import Block, Stack, mlp
 from doubles_scenarios import Branches, Convolutions, Regularised, Twice, Wide
 from doubles_together import leased_pages
@@ -479,7 +479,7 @@ def test_an_error_in_a_checkpoint_leaves_the_hooks_of_the_caller_alone(tmp_path)
             with pytest.raises(ValueError, match="in the middle of a unit") as caught:
                 runtime.forward_backward(broken, lambda batch: squares(model, batch))
             del caught
-            gc.collect()
+            collect()
             assert torch._C._autograd._top_saved_tensors_default_hooks(False) == (keep, keep)
         assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
         assert runtime.forward_backward(batches, lambda batch: squares(model, batch))

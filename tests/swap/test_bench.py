@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import gc
 import json
 import math
 import os
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import pytest
 from doubles import FaultySystemCalls, Stall
+from doubles_garbage import collect
 from doubles_silence import only_what_is_held_is_silent
 from hypothesis import given
 from hypothesis import strategies as st
@@ -367,7 +367,7 @@ def test_an_error_while_starting_ends_the_load(tmp_path: Path) -> None:
         load.start([buffer.view], laps=1)
         assert load.finished.wait(10)
         assert "closed" in str(load.error)
-        gc.collect()  # the request that never began still has a view of the buffer
+        collect()  # the request that never began still has a view of the buffer
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

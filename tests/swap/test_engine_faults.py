@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 from doubles import FaultySystemCalls, PaperFile, Short, Stall, StepBackend
+from doubles_garbage import collect
 
 import swap
 from swap import AlignedBuffer, Engine, EngineSettings, Operation, Priority, SwapFile, SwapIOError
@@ -153,7 +154,7 @@ def test_a_request_that_is_refused_lets_go_of_its_buffer_at_once(engine: Engine,
         round_trip(engine, file)
     engine.close()
     buffer = AlignedBuffer(BLOCK)
-    gc.collect()
+    collect()
     gc.disable()
     try:
         with pytest.raises(swap.SwapClosedError):
@@ -273,7 +274,7 @@ def test_the_buffer_is_held_until_done_and_no_longer(file: SwapFile) -> None:
 def test_a_request_that_is_done_leaves_nothing_to_the_cycle_collector(engine: Engine, file: SwapFile) -> None:
     """Programs switch it off, so as not to be stopped by it."""
     buffer = filled()
-    gc.collect()
+    collect()
     gc.disable()
     try:
         for start in (engine.start_write, engine.start_read):
@@ -315,7 +316,7 @@ def test_workers_let_go_of_the_buffer(engine: Engine, file: SwapFile, system: Fa
                 raise
             time.sleep(0.001)
     del buffer
-    gc.collect()
+    collect()
     assert alive() is None
 
 

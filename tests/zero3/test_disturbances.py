@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+from doubles_garbage import collect
 from doubles_models import Stack, loss_of, mlp, mlp_step
 from doubles_sharded import Sharded, check_gradients, run, same
 from torch import nn
@@ -207,7 +208,7 @@ def test_interrupt_within_checkpoints(held, make):
     if held:  # the exception: torch 2.11 removes a checkpoint's hooks when it is gone, later ones at once
         sharded.scheduler.settle()
     del caught
-    gc.collect()
+    collect()
     sharded.scheduler.settle()
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
     assert sharded.leased() == []

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import gc
 
 import pytest
 import torch
+from doubles_garbage import collect
 from doubles_pager import MemoryPager
 from doubles_sharded import Sharded, same
 from torch import nn
@@ -49,7 +49,7 @@ def test_one_unit_at_a_time():
 
     class Watching(Sharded):
         def store_master(self, unit, parameter, values):
-            gc.collect()
+            collect()
             present.append(sum(p.device.type == "cpu" and p.untyped_storage().nbytes() > 8 for p in model.parameters()))
             original(self, unit, parameter, values)
 
