@@ -406,12 +406,31 @@ def test_torchs_own_clipping_finds_no_gradients_and_says_what_to_use(clip, updat
             tiermem.TiermemError, match=r"finds no gradients.* Use optimizer.clip_grad_norm_\(max_norm\)"
         ):
             clip(model.parameters(), 1e-3)
-        assert all(parameter.grad is None for parameter in model.parameters()), "others may ask"
         if update != "backward":
             assert optimizer.clip_grad_norm_(1e-3) > 1e-3
         optimizer.step()
         optimizer.zero_grad()
         assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3) == 0, "there is nothing to clip"
+
+
+@pytest.mark.parametrize("update", ["forward", "backward", "auto"])
+def test_who_looks_for_a_gradient_that_plain_pytorch_would_have_is_warned(update, tmp_path):
+    def found(model):
+        return [parameter for parameter in model.parameters() if parameter.grad is not None]
+
+    model = mlp()
+    with tiermem.offload(model, config_for(tmp_path, MIB, update)):
+        optimizer = tiermem.AdamW(model.parameters())
+        for _ in range(3):  # from the second on "backward" uses gradients up
+            assert found(model) == []
+            model(torch.randn(2, 6)).sum().backward()
+            with pytest.warns(RuntimeWarning, match=r"Change them with p.register_hook") as seen:
+                assert found(model) == [], "as in clipping by hand"
+            assert {warning.filename for warning in seen} == {__file__}
+            optimizer.step()
+            with pytest.warns(RuntimeWarning, match="or was until a step used it"):
+                assert found(model) == [], "as in wrappers of an optimizer, such as timm's Lookahead"
+            optimizer.zero_grad()
 
 
 def test_what_is_made_of_an_absent_parameter_has_no_gradient_of_its_own(tmp_path):

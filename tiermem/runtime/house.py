@@ -57,7 +57,6 @@ from tiermem.zero3.gather import Gatherer
 from tiermem.zero3.initialise import Init
 from tiermem.zero3.layout import Slot, UnitLayout
 from tiermem.zero3.materialize import Materializer, WeightSource
-from tiermem.zero3.neighbours import Gradients
 from tiermem.zero3.norms import squares_loops
 from tiermem.zero3.placeholder import Placeholders
 from tiermem.zero3.scheduler import GatherScheduler
@@ -223,8 +222,8 @@ def _furnish(
     coordinator = UpdateCoordinator(states_in_order, queue, ledger, schedule, speculation, patient=blueprint.patient)
     watch = ComputeWatch(_throttle(coordinator, queue, blueprint), storage.timeline, names)
     scheduler = GatherScheduler(divided, parameters, gatherer, gradients, watch, early=early, follow=storage.follow)
-    _tell_of_gradients(gatherer, gradients, coordinator)
     ledger.connect(scheduler)
+    _tell_of_gradients(gatherer, ledger, coordinator)
     look_ahead = choose_look_ahead(config, blueprint, storage.timeline, ranks=company.size)
     plans = StepPlans(pager, storage.counters, blueprint, schedule, look_ahead)
     scheduler.order.evaluates = plans.evaluate
@@ -278,14 +277,18 @@ def _materialize(
     return fill_pages(blueprint, storage, materializer)
 
 
-def _tell_of_gradients(gatherer: Gatherer, gradients: Gradients, coordinator: UpdateCoordinator) -> None:
+def _tell_of_gradients(gatherer: Gatherer, ledger: GradientLedger, coordinator: UpdateCoordinator) -> None:
     """Let absent parameters know what is not in their `.grad`."""
 
     def has_gradient(parameter: nn.Parameter) -> bool:
         place = gatherer.slots.get(id(parameter))  # None: a copy of an absent one
-        return place is not None and place[1].parameter in gradients.numbers(place[0])
+        return place is not None and place[1].parameter in ledger.scheduler.gradients.numbers(place[0])
 
-    gatherer.absence.has_gradient = has_gradient
+    def had_gradient(parameter: nn.Parameter) -> bool:
+        place = gatherer.slots.get(id(parameter))
+        return place is not None and place[1].parameter in ledger.used
+
+    gatherer.absence.has_gradient, gatherer.absence.had_gradient = has_gradient, had_gradient
     gatherer.absence.is_clipped = lambda: any(each.max_grad_norm is not None for each in coordinator.optimizers())
 
 

@@ -43,6 +43,7 @@ class GradientLedger:
         self._gatherer = gatherer
         self._claimed: set[int] = set()
         self._borrowed: set[int] = set()  # used by updates that may be undone; their pages stay meanwhile
+        self.used: set[int] = set()  # claimed since their `zero_grad`: plain PyTorch would have these in `p.grad`
         self._turns = 0  # how often an optimizer has had its share of the step under way, which others have not
         self._scheduler: GatherScheduler | None = None
 
@@ -91,6 +92,7 @@ class GradientLedger:
     def claimed(self, parameters: Sequence[int]) -> None:
         """An update owns these gradients now."""
         self._claimed.update(parameters)
+        self.used.update(parameters)
         self._borrowed.difference_update(parameters)
 
     def borrowed(self, parameters: Sequence[int]) -> None:
@@ -315,6 +317,7 @@ class Steps:
         self._ledger.scheduler.gradients.line_up(Act.DROP)
         spent = self._coordinator.spent
         self._coordinator.drop_gradients(source, asked=True)
+        self._ledger.used.difference_update(self._coordinator.parameters_of(source))
         self._ledger.scheduler.gradients.drop_unfinished()
         if spent or self._ledger.is_ending:
             self._close_step(updated=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import FrameType
@@ -38,6 +39,8 @@ _DATA: Any = torch.Tensor.data
 # Where all gradients that there are get clipped, or cleared. It is asked of each parameter, and no gradient of ours is.
 _GRAD: Any = torch.Tensor.grad
 _CLIPPING, _CLEARING = "torch.nn.utils.clip_grad", "torch.nn.modules.module"
+# Who may ask for it: code that is not Python's, ourselves, torch, and those who leave clipping to torch.
+_MAY_ASK = ("", "tiermem", "torch", "accelerate", "transformers")
 
 # What divides a model over ranks asks where each parameter is, before it does anything.
 _DEVICE: Any = torch.Tensor.device
@@ -53,8 +56,10 @@ class Absence:
     def __init__(self) -> None:
         # Carries out an operation that comes to absent parameters of the model; None: it is carried out as it is.
         self.answer: Answer | None = None
-        # Whether a parameter has a gradient, which is a page and not in `p.grad`; whether an optimizer clips by itself.
+        # Whether a parameter has a gradient, which is a page and not in `p.grad`; whether it had one since `zero_grad`,
+        # as it still would have in plain PyTorch; whether an optimizer clips by itself.
         self.has_gradient: Callable[[nn.Parameter], bool] = lambda _: False
+        self.had_gradient: Callable[[nn.Parameter], bool] = lambda _: False
         self.is_clipped: Callable[[], bool] = lambda: False
         self._kinds: dict[type, type[_Absent]] = {}
         self._marked: dict[int, nn.Parameter] = {}
@@ -159,8 +164,22 @@ def _operate(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
 
 
 def _refuse_search(absence: Absence, parameter: nn.Parameter, frame: FrameType | None) -> None:
-    """Raise TiermemError where torch, which asks in `frame`, would find no gradients, do nothing, and say nothing."""
-    asking = frame.f_globals.get("__name__") if frame is not None else None
+    """Raise TiermemError where torch, which asks in `frame`, would find no gradients, do nothing, and say nothing.
+
+    Warn where others would: they may only look.
+    """
+    asking = str(frame.f_globals.get("__name__")) if frame is not None else ""
+    if asking.partition(".")[0] not in _MAY_ASK and (
+        absence.has_gradient(parameter) or absence.had_gradient(parameter)
+    ):
+        warnings.warn(
+            "p.grad was asked for and is None, though there is a gradient, or was until a step used it: gradients of "
+            "an offloaded model are pages. What changes or measures them in p.grad (clipping by hand, noise, "
+            "Lookahead) does nothing. Change them with p.register_hook(function), and read copies by "
+            "runtime.gradient(p), before optimizer.step()",
+            RuntimeWarning,
+            stacklevel=3,
+        )
     if frame is None or asking not in (_CLIPPING, _CLEARING) or not absence.has_gradient(parameter):
         return
     if asking == _CLEARING:
