@@ -293,6 +293,54 @@ def adversaries(directory: Path, rank: int, size: int) -> Any:
     return same
 
 
+class Tasks(nn.Module):
+    """A head for each of two tasks behind the same layers, and a table which is looked up in any case."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 48)
+        self.layers = nn.Sequential(*(nn.Linear(48, 48) for _ in range(3)))
+        self.heads = nn.ModuleList(nn.Linear(48, 48) for _ in range(2))
+
+    def forward(self, task: int, *, looked_up: bool) -> torch.Tensor:
+        found = self.table(torch.arange(4))
+        made = self.layers[0](torch.linspace(-1, 1, 192).view(4, 48))
+        return self.heads[task](self.layers[1:](torch.relu(made + found if looked_up else made))).square().mean()
+
+
+def tasks_in_turns(directory: Path, rank: int, size: int) -> Any:
+    """The first rank always uses what it looks up in the table, the others now and then, so that gradients come."""
+
+    def uses(rank: int, step: int) -> bool:
+        return rank == 0 or step % 5 < 2
+
+    torch.manual_seed(1)
+    model = Tasks()
+    plain = copy.deepcopy(model)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+    for step in range(12):
+        for each in range(size):
+            plain(step % 2, looked_up=uses(each, step)).backward()
+        for parameter in plain.parameters():
+            if parameter.grad is not None:
+                parameter.grad.div_(size)
+        optimizer.step()
+        optimizer.zero_grad()
+    same = {}
+    directory.mkdir(exist_ok=True)
+    for stage in (2, 3):
+        found = copy.deepcopy(model)
+        with tiermem.offload(found, config_for(directory / f"{stage}", stage=stage), coalesce=0) as runtime:
+            optimizer = tiermem.AdamW(found.parameters(), lr=1e-2)
+            for step in range(12):
+                found(step % 2, looked_up=uses(rank, step)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            weights = parameters_of(runtime)
+        same[stage] = all(torch.equal(weights[name], values) for name, values in plain.named_parameters())
+    return same
+
+
 class Cast(Odd):
     """float32 parameters, computed with in bfloat16."""
 
@@ -476,6 +524,7 @@ SCENARIOS: dict[str, Callable[[Path, int, int], Any]] = {
         scaled,
         begun_in_plain,
         adversaries,
+        tasks_in_turns,
         autocast,
         lora,
         mixture,

@@ -37,6 +37,7 @@ def reports(warm_python: WarmPython, directory: Path) -> Reports:
                 "scaled",
                 "begun_in_plain",
                 "adversaries",
+                "tasks_in_turns",
                 "one_cannot_page_activations",
             ],
         ),
@@ -118,6 +119,12 @@ def test_a_run_begun_in_plain_pytorch_goes_on_with_its_bits(reports: Reports) ->
 def test_two_optimizers_in_turns_have_the_losses_of_plain_pytorch(reports: Reports) -> None:
     for found in values(reports[2, "adversaries"]):
         assert found == {"forward": True, "backward": True}
+
+
+def test_steps_in_turns_have_the_weights_of_plain_pytorch_though_some_ranks_lack_gradients(reports: Reports) -> None:
+    """Ranks foresaw steps of different kinds, and gathered ahead what the others did not: "do different things"."""
+    for found in values(reports[2, "tasks_in_turns"]):
+        assert found == {2: True, 3: True}
 
 
 # What a rank keeps: a part of everything, and what is in transit between the ranks.

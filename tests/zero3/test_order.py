@@ -55,6 +55,44 @@ def test_nothing_is_expected_behind_a_surprise_until_the_next_step():
         assert order.upcoming() == 0
 
 
+def test_gradients_that_stay_away_or_come_besides_lead_nobody_off_the_course():
+    """Which come may depend on the data, and then on the rank; what is gathered next has to be the same on all."""
+    order = after(*STEP[:3], (2, GRADIENT), (1, GRADIENT))
+    assert order.upcoming_gradients() is None, "nobody expects what comes out of turn"
+    assert order.upcoming() == 0
+    order = after(*STEP[:3], (3, GRADIENT), STEP[5])
+    assert (order.upcoming(), order.upcoming_gradients()) == (None, 0)
+    order.access(0, FORWARD)
+    assert (order.upcoming(), order.upcoming_gradients()) == (None, None)
+
+
+def test_ranks_of_which_some_have_no_gradients_expect_the_same_turn():
+    ranks = OrderRecorder(), OrderRecorder()
+    for number in range(12):
+        for rank, order in enumerate(ranks):
+            for unit in (0, 1 + number % 2):
+                order.access(unit, FORWARD)
+                assert number < 4 or order.upcoming() == (1 + number % 2 if unit == 0 else None)
+            if rank == 0 or number % 3:
+                order.access(0, GRADIENT)
+            order.finish()
+    kinds = [[access.unit for access in order.expected.accesses if access.phase is FORWARD] for order in ranks]
+    assert kinds == [[0, 1], [0, 1]]
+
+
+def test_what_belongs_to_the_step_is_expected_at_its_place_whatever_gradients_came():
+    order = OrderRecorder()
+    for gradients in (1, 1, 0, 2):
+        order.access(0, FORWARD)
+        for unit in range(gradients):
+            order.access(unit, GRADIENT)
+        evaluate(order, 2, 3)
+        if gradients != 1:
+            evaluate(order, 2, 3)
+        order.access(1, FORWARD)
+        assert [access.unit for access in order.finish().accesses if access.phase is FORWARD] == [0, 2, 3, 1]
+
+
 def test_steps_that_take_turns_are_expected_in_theirs():
     """As those of a discriminator and a generator: what had just been was expected, and planned for, each time."""
     order, found = OrderRecorder(), []
@@ -89,7 +127,7 @@ def test_no_more_is_kept_than_examples_of_the_last_steps():
     assert len(turns._latest) == len(turns._numbers) == 16
     for _ in range(16):
         turns.end(7)
-    assert turns._latest == {max(turns._numbers): 7}
+    assert turns._latest == {max(turns._numbers): (7, 7)}
 
 
 def test_an_evaluation_may_use_other_units_in_every_batch():

@@ -13,7 +13,6 @@ import enum
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
 from types import MappingProxyType
 
 from tiermem.pager.page import PageKey
@@ -72,12 +71,13 @@ class OrderRecorder:
     def __init__(self, apart: Container[int] = ()) -> None:
         """`apart`: units whose gradients are taken beside those of others, so that no room is made for them ahead."""
         self._apart = apart
-        self._turns: Turns[StepOrder] = Turns(attrgetter("accesses"))
+        self._turns: Turns[StepOrder] = Turns(_uses)
         self._accesses: list[Access] = []
         self._contributions: Counter[int] = Counter()
         self._batches: Counter[int] = Counter()  # how many micro-batches have brought gradients, by unit
         self._touches: list[tuple[int, PageKey]] = []
-        self._on_course = True
+        # How far it has come of what is expected; None: it has left that.
+        self._place: int | None = 0
         self._together = False
         self._gradless = Gradless[Access]()  # what outermost calls without gradients have used after everything else
         self._belonging: dict[int, Stretch] = {}  # what they used before, as in `StepOrder`
@@ -102,22 +102,22 @@ class OrderRecorder:
 
     def upcoming(self) -> int | None:
         """The unit that comes next if this step goes on as expected; None if nobody knows, or none comes."""
-        return next((access.unit for access in self._coming() if access.phase is not Phase.GRADIENT), None)
+        return next((access.unit for _, access in self._coming() if access.phase is not Phase.GRADIENT), None)
 
     def upcoming_gradients(self) -> int | None:
         """The unit whose gradients are the next access if this step goes on as expected; None if they are not.
 
         Accesses of units whose gradients are taken apart may come between.
         """
-        coming = next((access for access in self._coming() if access.unit not in self._apart), None)
+        coming = next((access for _, access in self._coming() if access.unit not in self._apart), None)
         return coming.unit if coming is not None and coming.phase is Phase.GRADIENT else None
 
-    def _coming(self) -> Iterator[Access]:
-        """The accesses that are left if this step goes on as expected; none if nobody knows."""
-        if self.expected is not None and self._on_course:
+    def _coming(self) -> Iterator[tuple[int, Access]]:
+        """The places and accesses that are left if this step goes on as expected; none if nobody knows."""
+        if self.expected is not None and self._place is not None:
             ahead = self.expected.accesses
-            for position in range(self.position, len(ahead)):
-                yield ahead[position]
+            for place in range(self._place, len(ahead)):
+                yield place, ahead[place]
 
     def access(self, unit: int, phase: Phase, *, gradless: bool = False) -> None:
         """Note the next access; `gradless`: for a call from outside that computes no gradients.
@@ -138,9 +138,8 @@ class OrderRecorder:
             self.evaluates(Step.BEGINS)
         elif len(self._gradless.used) == 1:
             self.evaluates(Step.PAUSES)
-        if self.expected is not None and self._on_course:
-            ahead = self.expected.accesses
-            self._on_course = self.position < len(ahead) and ahead[self.position] == access
+        if self.expected is not None and self._place is not None:
+            self._place = _behind(self.expected.accesses, self._place, access)
         if gradless or self.position < _longest(self.expected):
             self._accesses.append(access)
 
@@ -155,7 +154,7 @@ class OrderRecorder:
         used = self._gradless.used
         again = self._gradless.note(access)
         if used and self._gradless.evaluates:
-            self._on_course = False
+            self._place = None
             del self._accesses[-len(used) :]
         if again:
             self.evaluates(again)
@@ -174,14 +173,17 @@ class OrderRecorder:
         place = self.position - len(used)
         if used:
             self._stretches.add(used)
-        expected = before is not None and self._on_course and before.gradless.get(place) == used
+        there = None if self._place is None else self._place - len(used)
+        expected = before is not None and there is not None and before.gradless.get(there) == used
         if used and place < _longest(before) and (before is None or used in before.stretches):
             self._belonging[place] = used
         else:
             del self._accesses[place:]
-            self._on_course = _is_as_expected(self._accesses, self.expected)
-            if before is not None and self._on_course and place in before.gradless:
-                used = self._belonging[place] = before.gradless[place]
+            self._place = _place_of(self._accesses, before)
+            there = next((at for at, access in self._coming() if access.phase is not Phase.GRADIENT), None)
+            if before is not None and there is not None and there in before.gradless:
+                used = self._belonging[place] = before.gradless[there]
+                self._place = there + len(used)
                 self._accesses += used
         if not expected:
             self.evaluates(Step.GOES_ON if place else Step.BEGINS)
@@ -235,7 +237,7 @@ class OrderRecorder:
         self._accesses = uses[first:]
         self._touches = [(position - first, key) for position, key in self._touches if position > first]
         self._belonging = {place - first: used for place, used in self._belonging.items() if place >= first}
-        self._on_course = _is_as_expected(self._accesses, self.expected)
+        self._place = _place_of(self._accesses, self.expected)
 
     def all_arrived(self, parameters: tuple[int, ...]) -> bool:
         """Whether every one of `parameters` has had exactly the contributions the last step had, and one at least."""
@@ -288,7 +290,7 @@ class OrderRecorder:
         self._batches = Counter()
         self._touches = []
         self._belonging, self._stretches = {}, set()
-        self._on_course = True
+        self._place = 0
         self._together = False
         return self.expected
 
@@ -298,6 +300,27 @@ def _longest(before: StepOrder | None) -> int:
     return _MOST if before is None else before.longest
 
 
-def _is_as_expected(accesses: Sequence[Access], expected: StepOrder | None) -> bool:
-    """Whether a step that has made these accesses so far is on its course; whichever that is, if nobody knows."""
-    return expected is None or tuple(accesses) == expected.accesses[: len(accesses)]
+def _uses(order: StepOrder) -> Stretch:
+    """What is the same on all ranks: which of them have gradients, and so these accesses, may depend on the data."""
+    return tuple(access for access in order.accesses if access.phase is not Phase.GRADIENT)
+
+
+def _behind(expected: Sequence[Access], place: int, access: Access) -> int | None:
+    """Where a step is that was at `place` of what is expected, and makes this access; None: it is off that course.
+
+    Only uses lead off it. Gradients that come besides or stay away do not: all ranks expect the same uses.
+    """
+    at = place
+    while at < len(expected) and expected[at] != access and expected[at].phase is Phase.GRADIENT:
+        at += 1
+    if at < len(expected) and expected[at] == access:
+        return at + 1
+    return place if access.phase is Phase.GRADIENT else None
+
+
+def _place_of(accesses: Sequence[Access], expected: StepOrder | None) -> int | None:
+    """Where a step is that has made these accesses, as `_behind`; at the beginning, if nobody knows what comes."""
+    place: int | None = 0
+    for access in accesses if expected is not None else ():
+        place = None if expected is None or place is None else _behind(expected.accesses, place, access)
+    return place

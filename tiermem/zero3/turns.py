@@ -25,18 +25,18 @@ class Turns(Generic[Step]):
         self.expected: Step | None = None
         self._kind = kind
         self._numbers: deque[int] = deque(maxlen=2 * _ROUND)  # of the kinds of the last steps
-        self._latest: dict[int, Step] = {}  # by number
+        self._latest: dict[int, tuple[object, Step]] = {}  # with its kind, by number
 
     def end(self, step: Step) -> None:
         """This one has ended. A round that has gone twice in a row goes on, else the next is of the same kind."""
         kind, unused = self._kind(step), max(self._latest, default=0) + 1
-        number = next((known for known, latest in self._latest.items() if self._kind(latest) == kind), unused)
+        number = next((known for known, (other, _) in self._latest.items() if other == kind), unused)
         self._numbers.append(number)
-        self._latest[number] = step
+        self._latest[number] = kind, step
         self._latest = {known: latest for known, latest in self._latest.items() if known in self._numbers}
         numbers = list(self._numbers)
         for length in range(len(numbers) // 2, 1, -1):
             if numbers[-length:] == numbers[-2 * length : -length]:
-                self.expected = self._latest[numbers[-length]]
+                _, self.expected = self._latest[numbers[-length]]
                 return
         self.expected = step
