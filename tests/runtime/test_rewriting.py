@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,35 @@ def test_a_rank_that_is_not_there_is_an_error(
     reason = f"rank 1: there is no folder {tmp_path / 'rank_00001'}"
     assert f"expected one commit of all ranks of a run, found {reason}; resume the run" in capsys.readouterr().err
     assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(PATIENCE)
+@pytest.mark.parametrize("verb", ["reshard", "export"])
+@pytest.mark.parametrize("places", [(1, 0), (0, 0)], ids=["changed", "copied"])
+def test_ranks_in_the_places_of_others_are_an_error(
+    places: tuple[int, int], verb: str, of_ranks: dict[int, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their parts are of the same sizes, and were put together in the wrong order without a word."""
+    for rank, place in enumerate(places):
+        shutil.copytree(of_ranks[3] / "swap" / f"rank_{place:05d}", tmp_path / "run" / f"rank_{rank:05d}")
+    more = ["--ranks", "1"] if verb == "reshard" else []
+    assert run(["snapshot", verb, str(tmp_path / "run"), "--to", str(tmp_path / "made"), *more]) == 1
+    wrong = next(rank for rank, place in enumerate(places) if rank != place)
+    assert f"the folders of rank {wrong} hold what rank {places[wrong]} has committed" in capsys.readouterr().err
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(PATIENCE)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_folder_of_one_rank_is_not_enough(
+    ranks: int, of_ranks: dict[int, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, made = of_ranks[1] / "swap" / "rank_00000", tmp_path / "made"
+    assert run(["snapshot", "reshard", str(folder), "--to", str(made), "--ranks", str(ranks)]) == 1
+    assert "holds what one of 2 ranks has committed" in capsys.readouterr().err
+    assert not made.exists()
 
 
 def committed(tmp_path: Path) -> dict[str, Any]:
