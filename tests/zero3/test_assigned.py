@@ -217,9 +217,32 @@ def data_of_its_form(self):
     self.one.weight.data = torch.zeros_like(self.one.weight.data)
 
 
+def data_of_another(self):
+    self.one.weight.data = self.two.weight.data.clone()
+
+
+def data_of_another_converted(self):
+    self.two.double()
+    self.one.weight.data = self.two.weight.data.float()
+
+
+def data_padded(self):
+    self.one.weight.data = nn.functional.pad(self.one.weight.data, (0, 0, 0, 8))
+
+
 @pytest.mark.parametrize(
     "write",
-    [from_another, made_of_what_was_there, drawn_beside, data_computed, data_computed_and_converted, data_of_its_form],
+    [
+        from_another,
+        made_of_what_was_there,
+        drawn_beside,
+        data_computed,
+        data_computed_and_converted,
+        data_of_its_form,
+        data_of_another,
+        data_of_another_converted,
+        data_padded,
+    ],
 )
 def test_what_cannot_be_repeated_is_named_unless_somebody_else_says_the_values(write):
     with pytest.raises(ConfigError, match=r"parameter one\.weight was written under deferred_init .* pass init="):
@@ -245,6 +268,27 @@ def test_data_in_another_form_is_no_loss():
         self.two.bias.data = nn.functional.pad(self.two.bias.data, (0, 0))
 
     assert (deferred(write).value("one.weight") == 0.25).all()
+
+
+def test_writes_behind_a_conversion_or_a_deep_copy_count_whoever_makes_them():
+    """Not a method of a module, as a rule, whose parts could be looked through for that memory."""
+    with deferred_init():
+        model = Written(lambda self: None)
+        model.to(torch.float64).to(memory_format=torch.channels_last)
+        model.one.weight.data.fill_(1.5)
+        model.conv.weight.data.mul_(1e-4)
+        other = copy.deepcopy(model).to(torch.float32)
+        other.one.weight.data[0] = 2.0
+        nn.init.zeros_(other.two.weight)
+        both = nn.ModuleList([model, other])
+    found = Sharded(both)
+    assert (found.value("0.one.weight") == 1.5).all()
+    assert (found.value("1.one.weight")[0] == 2.0).all()
+    assert (found.value("1.one.weight")[1:] == 1.5).all()
+    assert (found.value("1.two.weight") == 0.0).all()
+    for number in range(2):
+        assert 0 < found.value(f"{number}.conv.weight").abs().max() < 1e-4
+        assert found.value(f"{number}.two.bias").std() > 0
 
 
 def test_data_assigned_by_an_initialisation_that_is_called_again_is_no_loss():

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,14 +28,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from tiermem.zero3.at_work import is_given, is_repeated_anyway, modules_at_work
 from tiermem.zero3.made import ValueWatch, memory_of
 from tiermem.zero3.writes import Writes, begin_anew, copy_writes, writes_of
 
 _RECONSTRUCT: CodeType = copy._reconstruct.__code__  # type: ignore[attr-defined]  # noqa: SLF001
 _ORTHOGONAL: CodeType = inspect.unwrap(init.orthogonal_).__code__
-_EMBEDDINGS = (nn.Embedding.__init__.__code__, nn.EmbeddingBag.__init__.__code__)
-_RESETS = ("reset_parameters", "_reset_parameters")
-_OWN_INIT = "_init_weights"
 _KEPT_NBYTES = 4 << 20  # of values that a parameter was made of; most are initialised again, and the model is large
 # The same values in another form; transformers pads the bias of a head as it ties its weights, by nothing as a rule.
 _CONVERTING = frozenset({"aten::_to_copy", "aten::clone", "aten::constant_pad_nd"})
@@ -79,8 +78,8 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._objects: dict[int, tuple[nn.Module, str, nn.Parameter]] = {}
         # Constants on their way into a parameter (`weight[0] = 3.0`): torch brings them to its device first.
         self._constants: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        # Conversions of parameters, by memory: on their way to be their `.data`.
-        self._converted: dict[int, torch.Tensor] = {}
+        # The values of parameters in other forms, by memory, and whose those are: on their way to be their `.data`.
+        self._forms: dict[int, tuple[torch.Tensor, nn.Module, str]] = {}
         self._watch = ValueWatch()
 
     def register(self, module: nn.Module, name: str, bare: nn.Parameter, values: torch.Tensor | None) -> None:
@@ -97,7 +96,7 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return  # a tie: the record stays where the parameter came first
         self._know(module, name, bare)
         first = module._parameters.get(name) is None  # noqa: SLF001 - getattr might compute it
-        if first and not _is_given(module, sys._getframe(1)):  # noqa: SLF001 - documented
+        if first and not is_given(module, sys._getframe(1)):  # noqa: SLF001 - documented
             if values is not None and self._watch.has_values(values):
                 self._keep(writes_of(module, name, bare), values.detach())
             return
@@ -125,16 +124,17 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.note(target, at_work or _Operation(func, args, given, name), frame)
             return result
         if name in _CONVERTING and result.is_meta:
-            if memory_of(args[0]) in self._known or memory_of(args[0]) in self._converted:
-                self._converted[memory_of(result)] = result
+            owner = self._owner(memory_of(args[0]))
+            if owner is not None and result.shape == args[0].shape:
+                self._forms[memory_of(result)] = result, *owner
             if name == "aten::clone":
-                self._note_copy(args[0], sys._getframe(1))  # noqa: SLF001
+                self._note_copy(args[0], result, sys._getframe(1))  # noqa: SLF001
         self._watch.computed(name, (args, given), result)
         if isinstance(result, torch.Tensor) and result.is_meta and given.get("device") is not None:
             self._note_constant(result, func, args, given)
         return result
 
-    def _note_copy(self, original: torch.Tensor, frame: FrameType | None) -> None:
+    def _note_copy(self, original: torch.Tensor, result: torch.Tensor, frame: FrameType | None) -> None:
         """A deep copy of a module gets the records of the original: nobody registers its parameters."""
         while frame is not None and frame.f_code is not _RECONSTRUCT:
             frame = frame.f_back
@@ -147,6 +147,7 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if parameter is not None and memory_of(parameter) == memory_of(original):
                 copy_writes(first[0], first[1], made, attribute)
                 copy_writes(copied, attribute, made, attribute)
+                self._forms[memory_of(result)] = result, made, attribute
 
     def _keep(self, writes: Writes, values: torch.Tensor) -> None:
         if _all_equal(values) or values.numel() * values.itemsize <= _KEPT_NBYTES:
@@ -165,7 +166,7 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if module is None or bare is None:
             return
         writes = writes_of(module, name, bare)
-        if _is_repeated_anyway(module, frame):
+        if is_repeated_anyway(module, frame):
             writes.clear()
             return
         if target.numel() == bare.numel() and operation.name in _OVERWRITE:
@@ -190,9 +191,9 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if module is None or bare is None or bare is not target or not absent:
             return
         memory = memory_of(values)
-        if memory in self._known or memory in self._converted or memory == memory_of(target):
+        if memory == memory_of(target) or self._owner(memory) == (module, name) or self._is_shown(memory):
             return  # its own values in another form, or another's: a tie, which `guards` refuse
-        if not _is_repeated_anyway(module, frame):
+        if not is_repeated_anyway(module, frame):
             writes_of(module, name, target).lost = "an assignment to .data"
 
     def _take(self, each: Any, bare: nn.Parameter, writes: Writes) -> Any:
@@ -212,17 +213,30 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _know(self, module: nn.Module, name: str, bare: nn.Parameter) -> None:
         self._known[memory_of(bare)] = self._objects[id(bare)] = module, name, bare
 
+    def _is_shown(self, memory: int) -> bool:
+        """Whether that is the memory of a parameter that is known by it."""
+        return memory in self._known and memory_of(self._known[memory][2]) == memory
+
+    def _owner(self, memory: int) -> tuple[nn.Module, str] | None:
+        """Whose values these are, in whatever form."""
+        if self._is_shown(memory):
+            return self._known[memory][:2]
+        return self._forms[memory][1:] if memory in self._forms else None
+
     def _find(self, target: torch.Tensor, frame: FrameType) -> tuple[nn.Module | None, str, nn.Parameter | None]:
         """Whose parameter the target shows; one with other memory than it began with is looked for on the stack."""
-        found = self._known.get(memory_of(target))
-        if found is None or memory_of(found[2]) != memory_of(target):
-            for module in _modules_at_work(frame):
-                for name, parameter in module._parameters.items():  # noqa: SLF001
-                    if parameter is not None and parameter.is_meta and memory_of(parameter) == memory_of(target):
-                        self._know(module, name, parameter)
-                        return module, name, parameter
-            return None, "", None
-        return found
+        memory = memory_of(target)
+        if self._is_shown(memory):
+            return self._known[memory]
+        owner = self._owner(memory)
+        places = [owner] if owner is not None else []
+        working = ((module, name) for module in modules_at_work(frame) for name in module._parameters)  # noqa: SLF001
+        for module, name in itertools.chain(places, working):
+            parameter = module._parameters.get(name)  # noqa: SLF001 - getattr might compute it
+            if parameter is not None and parameter.is_meta and memory_of(parameter) == memory:
+                self._know(module, name, parameter)
+                return module, name, parameter
+        return None, "", None
 
 
 class InitialiserWatch(TorchFunctionMode):
@@ -268,15 +282,6 @@ def _orthogonal_at_work(frame: FrameType) -> _Operation | None:
     return None if each is None else _initialiser_at_work(each)
 
 
-def _is_given(module: nn.Module, frame: FrameType | None) -> bool:
-    """Whether an embedding is being made of weights that it was given, and then does not initialise."""
-    while frame is not None:
-        if frame.f_code in _EMBEDDINGS and frame.f_locals["self"] is module:
-            return frame.f_locals["_weight"] is not None
-        frame = frame.f_back
-    return False
-
-
 class _LostError(Exception):
     """An operation uses values that are not there."""
 
@@ -302,47 +307,3 @@ def _targets(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
         for each in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(each, torch.Tensor):
                 yield each
-
-
-def _is_repeated_anyway(module: nn.Module, frame: FrameType) -> bool:
-    """Whether the module's own `reset_parameters`, or the `_init_weights` of one that is at work, does this."""
-    inits: set[CodeType] = set()
-    each: FrameType | None = frame
-    while each is not None:
-        name = each.f_code.co_name
-        if name in _RESETS and _first(each) is module:
-            return True
-        if name == _OWN_INIT:
-            inits.add(each.f_code)
-        if inits and (working := _first(each)) is not None:
-            own = own_init(working)
-            if own is not None and getattr(inspect.unwrap(own), "__code__", None) in inits:
-                return True
-        each = each.f_back
-    return False
-
-
-def own_init(module: nn.Module) -> Callable[[nn.Module], object] | None:
-    """The model's own `_init_weights`, if there is one and it is a function of a module."""
-    own = getattr(module, _OWN_INIT, None)
-    try:
-        inspect.signature(own).bind(module)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        return None
-    return own
-
-
-def _modules_at_work(frame: FrameType | None) -> Iterator[nn.Module]:
-    """The modules whose methods are running, the innermost first, each with its parts."""
-    while frame is not None:
-        working = _first(frame)
-        if working is not None:
-            yield from working.modules()
-        frame = frame.f_back
-
-
-def _first(frame: FrameType) -> nn.Module | None:
-    """The module that a running method belongs to, or that a function was given first."""
-    code = frame.f_code
-    found = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-    return found if isinstance(found, nn.Module) and "_modules" in found.__dict__ else None

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from tiermem.errors import ConfigError
-from tiermem.zero3.assigned import own_init
+from tiermem.zero3.at_work import own_init
 from tiermem.zero3.placeholder import marker_value
 from tiermem.zero3.units import Place
 

@@ -1,0 +1,70 @@
+"""Who is at work as something is written, by the stack.
+
+Owns nothing. Does not know what is written, nor into what. Guarantees that only a module whose method is running, or
+that a running function was given first, is taken to be at work.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from types import CodeType, FrameType
+
+from torch import nn
+
+_EMBEDDINGS = (nn.Embedding.__init__.__code__, nn.EmbeddingBag.__init__.__code__)
+_RESETS = ("reset_parameters", "_reset_parameters")
+_OWN_INIT = "_init_weights"
+
+
+def is_given(module: nn.Module, frame: FrameType | None) -> bool:
+    """Whether an embedding is being made of weights that it was given, and then does not initialise."""
+    while frame is not None:
+        if frame.f_code in _EMBEDDINGS and frame.f_locals["self"] is module:
+            return frame.f_locals["_weight"] is not None
+        frame = frame.f_back
+    return False
+
+
+def is_repeated_anyway(module: nn.Module, frame: FrameType) -> bool:
+    """Whether the module's own `reset_parameters`, or the `_init_weights` of one that is at work, does this."""
+    inits: set[CodeType] = set()
+    each: FrameType | None = frame
+    while each is not None:
+        name = each.f_code.co_name
+        if name in _RESETS and _first(each) is module:
+            return True
+        if name == _OWN_INIT:
+            inits.add(each.f_code)
+        if inits and (working := _first(each)) is not None:
+            own = own_init(working)
+            if own is not None and getattr(inspect.unwrap(own), "__code__", None) in inits:
+                return True
+        each = each.f_back
+    return False
+
+
+def own_init(module: nn.Module) -> Callable[[nn.Module], object] | None:
+    """The model's own `_init_weights`, if there is one and it is a function of a module."""
+    own = getattr(module, _OWN_INIT, None)
+    try:
+        inspect.signature(own).bind(module)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return None
+    return own
+
+
+def modules_at_work(frame: FrameType | None) -> Iterator[nn.Module]:
+    """The modules whose methods are running, the innermost first, each with its parts."""
+    while frame is not None:
+        working = _first(frame)
+        if working is not None:
+            yield from working.modules()
+        frame = frame.f_back
+
+
+def _first(frame: FrameType) -> nn.Module | None:
+    """The module that a running method belongs to, or that a function was given first."""
+    code = frame.f_code
+    found = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    return found if isinstance(found, nn.Module) and "_modules" in found.__dict__ else None
