@@ -297,6 +297,27 @@ def test_gradients_that_are_dropped_count_once_at_most_and_with_a_warning(budget
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
+def test_a_graph_made_between_gradients_that_are_dropped_and_zero_grad_is_not_stale(budget, tmp_path):
+    """Its values are those behind the updates that count: `zero_grad` before backward, as in many loops."""
+
+    def script(trainee: Trainee) -> None:
+        optimizer = trainee.adamw(trainee.model.parameters(), lr=1e-2)
+        for number in range(6):
+            loss = tokens_batch(trainee.model)
+            with said_of_zero_grad(number == 3 and trainee.adamw is not PlainAdamW):
+                optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number >= 2:
+                tokens_batch(trainee.model).backward()
+            if number == 2 and trainee.adamw is PlainAdamW:  # the first time it comes too late
+                optimizer.step()
+
+    check(run(Stack, script, tmp_path, "backward", budget), plain(Stack, script))
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
 def test_an_optimizer_that_takes_over_from_one_that_clips_by_calls_may_clip_too(budget, tmp_path):
     """What was learned of the old one's steps goes over with the moments: no clipping comes too late."""
 

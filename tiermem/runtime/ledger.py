@@ -320,7 +320,7 @@ class Steps:
         self._ledger.used.difference_update(self._coordinator.parameters_of(source))
         self._ledger.scheduler.gradients.drop_unfinished()
         if spent or self._ledger.is_ending:
-            self._close_step(updated=True)
+            self._close_step(updated=not spent)  # what was updated early has changed before graphs that there are now
         if spent:
             warnings.warn(
                 "zero_grad() between backward and step: update='backward' had used some of these gradients already, and"
