@@ -371,7 +371,8 @@ def test_a_commit_of_another_program_is_refused_and_closed(
     assert runtime.calls == ["close remove=None"]
 
 
-BATCHES = {"seed": 0, "batch": 2, "seq": 32, "accumulate": 1}
+TEXT = 3200  # bytes
+BATCHES = {"seed": 0, "batch": 2, "seq": 32, "accumulate": 1, "text": f"{TEXT} bytes"}
 
 
 @pytest.mark.parametrize(
@@ -381,6 +382,7 @@ BATCHES = {"seed": 0, "batch": 2, "seq": 32, "accumulate": 1}
         ("--batch", "4", "--batch was 2, is 4"),
         ("--seq", "16", "--seq was 32, is 16"),
         ("--accumulate", "2", "--accumulate was 1, is 2"),
+        ("--text", "longer", f"--text was {TEXT} bytes, is {TEXT + 1} bytes"),
         ("--seed", "0", None),
     ],
 )
@@ -388,8 +390,11 @@ BATCHES = {"seed": 0, "batch": 2, "seq": 32, "accumulate": 1}
 def test_other_batches_than_those_of_the_resumed_training_are_said(
     plain_core: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path, option: str, value: str, said: str, known: bool
 ) -> None:
+    for name, length in (("text", TEXT), ("longer", TEXT + 1)):
+        Path(name).write_text("x" * length)
     plain_core.committed = {"step": 1, "scheduler": SCHEDULER} | ({"batches": BATCHES} if known else {})
-    assert main.run([*SHORT, option, value, "--swap-dir", str(tmp_path), "--resume", "--json"]) == 0
+    texts = [] if option == "--text" else ["--text", "text"]
+    assert main.run([*SHORT, *texts, option, value, "--swap-dir", str(tmp_path), "--resume", "--json"]) == 0
     found = " ".join(capsys.readouterr().err.split())
     remarks = [f"training goes on with other batches than its own: {said}"] if said and known else []
     assert found.count("other batches than its own") == len(remarks)
@@ -397,7 +402,8 @@ def test_other_batches_than_those_of_the_resumed_training_are_said(
 
 
 def test_a_commit_holds_what_its_batches_follow_from(plain_core: Any, tmp_path: Path) -> None:
-    assert main.run([*SHORT, "--swap-dir", str(tmp_path), "--keep"]) == 0
+    Path("text").write_text("x" * TEXT)
+    assert main.run([*SHORT, "--text", "text", "--swap-dir", str(tmp_path), "--keep"]) == 0
     (runtime,) = plain_core.runtimes
     assert runtime.extras == [BATCHES] * 2
 

@@ -53,8 +53,8 @@ def _say_where(training: Training, config: tiermem.Config, console: Console) -> 
     if options.weights is not None:
         console.print(f"training goes on from committed step {training.done}: --weights {options.weights} is not read")
     committed = training.runtime.committed or {}
-    for name, before in committed.get("batches", {}).items():
-        now = getattr(options, name)
+    for name, now in training.batches().items():
+        before = committed.get("batches", {}).get(name, now)  # an earlier version kept fewer of them, or none
         if now != before:
             console.print(f"training goes on with other batches than its own: --{name} was {before}, is {now}")
     (rate, *_) = training.scheduler.base_lrs

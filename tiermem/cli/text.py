@@ -64,6 +64,7 @@ class TokenSource(Protocol):
     """Anything that cuts sequences of tokens from a corpus."""
 
     vocabulary: int
+    corpus: Corpus
 
     def sequence(self, generator: np.random.Generator, length: int) -> np.ndarray:
         """Return `length` consecutive tokens (int64) from a place chosen by `generator`."""

@@ -186,9 +186,12 @@ class Training:
         if self.done == self._committed:
             return
         self._committed, self._committed_at = self.done, time.perf_counter()
-        batches = {name: getattr(self.options, name) for name in _BATCHES}
-        record = {"step": self.done, "scheduler": self.scheduler.state_dict(), "batches": batches}
+        record = {"step": self.done, "scheduler": self.scheduler.state_dict(), "batches": self.batches()}
         self._committing = self.runtime.commit(record)
+
+    def batches(self) -> dict[str, int | str]:
+        """What batches follow from, by the names of options; of the text its size."""
+        return {name: getattr(self.options, name) for name in _BATCHES} | {"text": f"{self.source.corpus.nbytes} bytes"}
 
     def end_commit(self) -> None:
         """Wait for the commit under way, whose writing is to be reported too. Raises its error."""
