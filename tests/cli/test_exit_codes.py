@@ -129,6 +129,7 @@ def test_an_endurance_that_some_drive_has_is_taken_however_little_it_is(plain_co
             )
             for command in ("train", "tune", "plan", "doctor")
         ),
+        (["bench", "--dir", ".", "--out", "a.png", "--plot", "./a.png"], "different files for --out and --plot"),
         (["bench"], "Missing option '--dir'"),
         (["snapshot", "export", "."], "Missing option '--to'"),
     ],

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json as json_module
 import math
+import os
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -119,6 +120,8 @@ def bench(
         plan = make_plan(order)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+    if out is not None and plot is not None and os.path.realpath(out) == os.path.realpath(plot):
+        raise typer.BadParameter(f"expected different files for --out and --plot, found {out} for both")
     if out is not None:
         require_writable("--out", out)
     if plot is not None:
