@@ -91,6 +91,8 @@ def test_directories_in_another_order_or_fewer_are_said(
     assert call(capsys, "list", first)["files"] == 2
     assert run(["snapshot", "list", str(first)]) == 0
     assert "(1 of its 2 directories)" in " ".join(capsys.readouterr().out.split())
+    said = f"expected 2 directories, as the run had, in its order, found {first}\n"
+    assert call(capsys, "verify", first, code=1).endswith(said)
 
 
 @pytest.mark.parametrize("source", ["commit", "snapshot"])

@@ -45,6 +45,12 @@ def verify(paths: Sequence[Path]) -> SnapshotReport:
         snapshot = open_snapshot(paths[0])
         return _of_snapshot(snapshot, errors=list(snapshot.verify()))
     found = find_committed(paths)
+    count = max(len(each.manifest.file_sizes) for each in found if each.manifest is not None)
+    if count != len(paths):  # no damage, but every file would be found to be another than is expected there
+        raise ResumeError(
+            f"expected {counted(count, 'directory', 'directories')}, as the run had, in its order, found "
+            f"{', '.join(map(str, paths))}"
+        )
     return _of_commit(paths, found, list(map(_damage, found)), verified=True)
 
 

@@ -17,9 +17,9 @@ from tiermem.memory.sizes import format_bytes
 _NAMED = 5  # the most names that are shown of a list
 
 
-def counted(count: int, noun: str) -> str:
+def counted(count: int, noun: str, plural: str = "") -> str:
     """A number with its noun, in the plural unless the number is 1."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    return f"{count} {noun}" if count == 1 else f"{count} {plural or f'{noun}s'}"
 
 
 @dataclass(frozen=True, slots=True)
