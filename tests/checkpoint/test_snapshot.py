@@ -400,3 +400,22 @@ def test_a_snapshot_without_an_extra_has_that_of_the_commit_of_its_step(tmp_path
             assert runtime.committed == extra
             runtime.snapshot(tmp_path / f"{name} again").wait()
             assert open_snapshot(tmp_path / f"{name} again").record["extra"] == extra
+
+
+def test_a_snapshot_behind_another_optimizers_turn_has_not_the_extra_of_the_commit_before_it(tmp_path: Path) -> None:
+    """Both turns are one step, and what was committed between them is of another state: its place in the data, say."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    with tiermem.offload(model, new_config(tmp_path / "run", param_dtype="float32"), coalesce=0) as runtime:
+        maker, judge = (tiermem.AdamW(part.parameters()) for part in model)
+        model[1](torch.ones(2, 8)).mean().backward()
+        judge.step()
+        runtime.commit({"turn": "judge"}).wait()
+        runtime.snapshot(tmp_path / "judge").wait()
+        model(torch.ones(2, 8)).mean().backward()
+        maker.step()
+        judge.zero_grad()
+        runtime.snapshot(tmp_path / "between").wait()
+        runtime.commit({"turn": "maker"}).wait()
+        runtime.snapshot(tmp_path / "maker").wait()
+    found = [open_snapshot(tmp_path / name).record["extra"] for name in ("judge", "between", "maker")]
+    assert found == [{"turn": "judge"}, {}, {"turn": "maker"}]

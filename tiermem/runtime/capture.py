@@ -41,7 +41,7 @@ def start_commit(house: House, extra: Any) -> PendingCommit:
     if house.blueprint.footprint.serial:
         house.coordinator.wait_updates()  # nobody else would carry them out
     house.snapshots.wait_line()
-    return house.commits.start(record)
+    return house.commits.start(record, calls=house.steps.open_calls)
 
 
 def start_snapshot(house: House, path: str | os.PathLike[str], extra: Any) -> PendingSnapshot:

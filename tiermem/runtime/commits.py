@@ -143,7 +143,7 @@ class Commits:
         self._mark: Mark | None = recovered.mark if recovered else None
         self._generation = recovered.manifest.generation if recovered else 0
         self._record: Mapping[str, Any] | None = recovered.manifest.user if recovered else origin
-        self._asked = self._record  # of the latest commit asked for, durable or not
+        self._asked = self._record, 0  # of the latest commit asked for, durable or not; with `calls` of `start`
         self._last: PendingCommit | None = None
         self._doubtful: tuple[Mark, Mapping[str, Any]] | None = None  # a commit of which it is not known if it holds
 
@@ -152,9 +152,13 @@ class Commits:
         """The record of the last durable commit or of what the run resumed; None: there is none."""
         return self._record
 
-    def extra_of(self, step: int) -> Any:
-        """What the caller keeps (extra.py) of the commit asked for last, or resumed, if it is of `step`; else {}."""
-        return self._asked["extra"] if self._asked is not None and self._asked["step"] == step else {}
+    def extra_of(self, step: int, calls: int) -> Any:
+        """What the caller keeps (extra.py) of the commit asked for last, or resumed, if it is of this state; else {}.
+
+        `step`, `calls`: as that was given.
+        """
+        record, before = self._asked
+        return record["extra"] if record is not None and (record["step"], before) == (step, calls) else {}
 
     @property
     def mark(self) -> Mark | None:
@@ -166,13 +170,16 @@ class Commits:
         """Whether there is no commit in these directories, and none that the other ranks may believe in."""
         return self._mark is None and not self._storage.store.in_doubt
 
-    def start(self, record: Mapping[str, Any]) -> PendingCommit:
-        """Commit the updates queued so far, with `record`. Waits for an earlier commit, and raises its error once."""
+    def start(self, record: Mapping[str, Any], *, calls: int = 0) -> PendingCommit:
+        """Commit the updates queued so far, with `record`. Waits for an earlier commit, and raises its error once.
+
+        `calls`: of optimizers' `step()`, which have updated something since the step that the record is of.
+        """
         self.wait_open()
         if self._last is not None:
             self._last.raise_unseen()
         self._generation += 1
-        self._asked = record
+        self._asked = record, calls
         pending = PendingCommit(self._storage.pager)
 
         def prepare() -> Callable[[], None]:

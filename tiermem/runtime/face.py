@@ -114,7 +114,7 @@ class Runtime(Closing):
 
         A folder of safetensors files and a manifest, which `offload(..., resume=path)` continues from on other swap
         directories, under other budgets, with another division into units. Captured now: what `commit` captures
-        (`extra` is that of a commit of this step if none is given), and all buffers. The next step's updates wait for
+        (`extra` is that of a commit of this state if none is given), and all buffers. The next step's updates wait for
         it if a commit of another step holds the second copy of pages, or there is none (`commits=False`); so it is best
         called just after `commit`. `path`: a free name or an empty folder; it is there whole or not at all.
 
@@ -125,7 +125,8 @@ class Runtime(Closing):
         """
         house = self._open()
         folder = require_path("snapshot", path)
-        record = house.commits.extra_of(house.steps.number) if extra is None else to_record(extra)
+        steps = house.steps
+        record = house.commits.extra_of(steps.number, steps.open_calls) if extra is None else to_record(extra)
         if self._writing:
             raise TiermemError("snapshot inside gathered(write=True): what is being written would be half there")
         return start_snapshot(house, folder, record)

@@ -195,7 +195,7 @@ class Steps:
         self._closed = False
         self._home = HomeProcess()
         self._moments: PagedMoments | None = None
-        self._open_calls = 0  # of `step()` that have left the step open
+        self.open_calls = 0  # of `step()` that have left the step under way open
         self.number = 0  # steps done
 
     def connect(self, moments: PagedMoments) -> None:
@@ -245,7 +245,7 @@ class Steps:
         self._ledger.require_free(self._ledger.with_gradients())
         result = self._coordinator.step(source, unscale=unscale)
         self._close_step(updated=not result.skipped)
-        if self._open_calls == _PATIENCE:
+        if self.open_calls == _PATIENCE:
             self._warn_of_open_step()
         return result
 
@@ -268,9 +268,9 @@ class Steps:
     def _close_step(self, *, updated: bool) -> None:
         """End the step, unless another optimizer's share is still to come."""
         if not self._ledger.close_step(self._coordinator.owned, updated=updated):
-            self._open_calls += 1
+            self.open_calls += 1
             return
-        self._open_calls = 0
+        self.open_calls = 0
         self.number += 1  # first: an interrupt may come while the next one is planned, and this one is done
         order = self._ledger.scheduler.order.expected
         self._hurry_in_forward_order(order)
