@@ -96,12 +96,16 @@ def test_an_interrupt_in_the_middle_of_a_step(code: str, warm_python: WarmPython
     command = [warm_python.path, "-c", code, str(tmp_path)]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert child.stdout is not None
-    for _ in range(3):
-        assert child.stdout.readline() == "step\n"
-    child.send_signal(signal.SIGINT)
-    out, err = child.communicate(timeout=120)
+    lines, steps = [], 0
+    for line in child.stdout:
+        if line == "step\n":
+            steps += 1
+            if steps % 100 == 3:  # once, but for one that comes where exceptions are dropped, as in a finalizer
+                child.send_signal(signal.SIGINT)
+        elif line.strip() not in ("step", ""):  # not one that was interrupted
+            lines.append(line.strip())
+    _, err = child.communicate(timeout=120)
     assert child.returncode == 0, err
-    lines = [line for line in out.splitlines() if line not in ("step", "")]  # the last may have been interrupted
     assert lines[-1] == "closed []"
     assert lines[:-1] == ([] if code == _INTERRUPTED else ["False True"])
     assert list(tmp_path.iterdir()) == []
