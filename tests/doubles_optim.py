@@ -93,7 +93,7 @@ class FakePager:
     def lease(self, keys: Sequence[PageKey], intent: Intent, *, lane: Lane = Lane.COMPUTE) -> FakeLease:
         with self.changed:
             while (lease := self.grant(keys, intent)) is None:
-                if not self.changed.wait(10):
+                if not self.changed.wait(60):
                     raise TimeoutError("lease")
             return lease
 
@@ -114,7 +114,7 @@ class FakePager:
 
     async def run_worker(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         def run() -> Any:
-            self.gate.wait(20)
+            self.gate.wait(60)
             return function(*args, **kwargs)
 
         return await self.loop.run_in_executor(self.worker, run)

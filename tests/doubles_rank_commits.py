@@ -112,13 +112,15 @@ def doubtful(place: str) -> Callable[[Path, int, int], Any]:
         ended = ""
         try:
             with tiermem.offload(model, config_for(directory.parent.parent / f"doubt {place}")) as runtime:
-                if place == "rename_silent":  # of the calls of commits alone: the ranks still have time for each other
-                    runtime._house.storage.store._system._seconds = SILENCE
+                calls = runtime._house.storage.store._system
+                patience = calls._seconds
                 optimizer = tiermem.AdamW(model.parameters(), lr=1e-3, max_grad_norm=CLIP)
                 for step in range(STEPS):
                     loss_of(model, part(tokens(step), rank, size)).backward()
                     optimizer.step()
                     optimizer.zero_grad()
+                    if place == "rename_silent":  # of this commit's calls alone: the ranks have time for each other
+                        calls._seconds = SILENCE if step + 1 == STRUCK else patience
                     with failing(PLACES[place].get(rank) if step + 1 == STRUCK else None):
                         told.append(commit(runtime, step + 1))
                     held.append(runtime.committed["step"] if runtime.committed else 0)

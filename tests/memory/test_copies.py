@@ -14,7 +14,7 @@ from tiermem.memory.devices import SimulatedDevice, SimulatedDirection
 from tiermem.memory.links import Link
 
 LOST = OSError(5, "injected")
-SECONDS = 20.0
+SECONDS = 60.0
 
 
 class Gate:

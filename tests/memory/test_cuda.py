@@ -18,7 +18,7 @@ from tiermem.memory.pagelock import HostSlab
 from tiermem.memory.slab import SlabArena
 from tiermem.memory.tiers import Tier
 
-SECONDS = 20.0
+SECONDS = 60.0
 
 
 class FakeStream:

@@ -93,7 +93,7 @@ def test_the_next_tile_is_leased_while_the_kernel_runs(pager: FakePager) -> None
 
 def _eventually(condition: object) -> bool:
     pause = threading.Event()
-    for _ in range(2000):
+    for _ in range(12_000):  # a minute
         if condition():  # type: ignore[operator]
             return True
         pause.wait(0.005)

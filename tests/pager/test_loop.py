@@ -20,7 +20,7 @@ from tiermem.errors import TiermemError
 from tiermem.pager.loop import LoopThread
 from tiermem.pager.worker import Worker
 
-PATIENCE = 10.0
+PATIENCE = 60.0
 
 
 class Mailbox:

@@ -230,7 +230,7 @@ def test_what_is_to_be_saved_is_with_the_drive_all_at_once(make: Any) -> None:
     house.system.inject("pwritev", *stalls)
     saved = house.pager.start_save([key(0).kind], lambda: "done")
     for stall in stalls:
-        assert stall.entered.wait(10)
+        assert stall.entered.wait(60)
     for stall in stalls:
         stall.release()
     assert saved.result() == "done"
@@ -265,7 +265,7 @@ def test_a_thread_waiting_while_the_pager_closes_gets_an_error(make: Any) -> Non
     thread = threading.Thread(target=wait)
     thread.start()
     house.pager.close()
-    thread.join(10)
+    thread.join(60)
     assert "closed while" in str(caught[0])
     held.release()
     house.pager.close()
@@ -305,7 +305,7 @@ def test_closing_ends_tasks_that_wait_for_leases_kernels_or_nothing(make: Any, m
 
     def kernel() -> str:
         entered.set()
-        assert go.wait(10)
+        assert go.wait(60)
         return "done"
 
     async def leases() -> None:
@@ -315,7 +315,7 @@ def test_closing_ends_tasks_that_wait_for_leases_kernels_or_nothing(make: Any, m
         await asyncio.Event().wait()
 
     tasks = [house.pager.start_task(task) for task in (leases(), house.pager.run_worker(kernel), idle())]
-    assert entered.wait(10)
+    assert entered.wait(60)
     collect()  # an event loop by itself keeps no task that waits for what nobody else has
     closer = threading.Thread(target=house.pager.close)
     closer.start()
@@ -327,7 +327,7 @@ def test_closing_ends_tasks_that_wait_for_leases_kernels_or_nothing(make: Any, m
     go.set()
     with contextlib.suppress(CancelledError):  # ended or cancelled, but not before the kernel
         tasks[1].result()
-    closer.join(10)
+    closer.join(60)
     assert not closer.is_alive()
     held.release()
 
@@ -480,14 +480,14 @@ def test_a_kernel_that_runs_is_no_standstill(make: Any, monkeypatch: pytest.Monk
 
     def kernel() -> None:
         entered.set()
-        assert go.wait(10)
+        assert go.wait(60)
 
     async def update() -> None:
         with await house.pager.acquire([key(0), key(1)], FRESH):
             await house.pager.run_worker(kernel)
 
     task = house.pager.start_task(update())
-    assert entered.wait(10)
+    assert entered.wait(60)
     pending = house.pager.start_lease([key(2), key(3)], FRESH)
     pending.awaited = True  # as `wait` says
     for _ in range(200):
@@ -607,7 +607,7 @@ def test_a_cancelled_kernel_is_waited_for(make: Any) -> None:
 
     def kernel() -> None:
         entered.set()
-        assert go.wait(10)
+        assert go.wait(60)
 
     tasks: list[asyncio.Task[Any] | None] = []
 
@@ -620,12 +620,12 @@ def test_a_cancelled_kernel_is_waited_for(make: Any) -> None:
             after.set()
 
     house.pager.start_task(update())
-    assert entered.wait(10)
+    assert entered.wait(60)
     cancel(house, tasks)
     house.pager.check_invariants()
     assert not after.is_set(), "the kernel still writes into leased frames"
     go.set()
-    assert after.wait(10)
+    assert after.wait(60)
 
 
 def test_closing_waits_for_moves_in_flight(make: Any) -> None:
@@ -644,15 +644,15 @@ def test_closing_waits_for_moves_in_flight(make: Any) -> None:
 
     saving = threading.Thread(target=save_until_closed)
     saving.start()
-    assert stall.entered.wait(10)
+    assert stall.entered.wait(60)
     closer = threading.Thread(target=house.pager.close)
     closer.start()
-    saving.join(10)
+    saving.join(60)
     assert len(caught) == 1
     closer.join(0.3)
     assert closer.is_alive()
     stall.release()
-    closer.join(10)
+    closer.join(60)
     assert not closer.is_alive()
 
 

@@ -85,7 +85,7 @@ def test_waiting_for_what_the_ranks_do_together_is_a_stall_of_its_own(monkeypatc
     monkeypatch.setattr(tiermem.zero3.conductor, "time", SimpleNamespace(perf_counter=moment))
 
     def others_come(_: object) -> int:
-        assert may_come.wait(10)
+        assert may_come.wait(60)
         return 7
 
     under_way = conductor.start(Operation(Act.GATHER, 1, action=others_come))

@@ -148,13 +148,13 @@ def test_what_dies_on_another_thread_is_not_given_out_again() -> None:
 
     def discard_late(keys: Sequence[PageKey]) -> None:
         dying.set()
-        assert forgotten.wait(10)
+        assert forgotten.wait(60)
         discard(keys)
 
     shelf.start_discard = discard_late  # type: ignore[method-assign]
     thread = threading.Thread(target=alive.clear)
     thread.start()
-    assert dying.wait(10)
+    assert dying.wait(60)
     again = kept.keep(tensor)
     forgotten.set()
     thread.join()

@@ -436,7 +436,7 @@ class Asking(Straying):
             lockstep.arrived(unit)
             other = threading.Thread(target=self.ask, daemon=True)
             other.start()
-            other.join(10)
+            other.join(60)
             assert self.found == [None, None]
             assert lockstep.enter("own", (), {}) == ((unit,), {}), "its own first call is still to come"
 
