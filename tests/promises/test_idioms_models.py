@@ -17,6 +17,7 @@ import torch
 from doubles_garbage import collect
 from doubles_models import Stack, mlp
 from doubles_training import config_for
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.optim.swa_utils import AveragedModel
@@ -119,6 +120,41 @@ def test_state_dict_is_refused_unless_gathered(tmp_path):
         tiermem.AdamW(model.parameters()).state_dict()
         runtime.close(restore_model=True)
     assert same_state(model.state_dict(), plain)
+
+
+def test_what_state_dict_gives_is_saved_whole_also_by_who_takes_a_storage_for_one_value(tmp_path):
+    """Safetensors refuse such, and accelerate's `save_model` and `save_state` would leave out all but one of a unit."""
+    model = mlp()
+    model[0].weight.data = model[0].weight.detach().T.contiguous().T
+    for name, dtype in (("complexes", torch.complex128), ("flags", torch.bool), ("codes", torch.int8)):
+        setattr(model[2], name, nn.Parameter(torch.ones(3, dtype=dtype), requires_grad=False))
+    model[2].scale, model[2].none = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(0))
+    plain = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with offload(model, tmp_path, commits=False) as runtime:
+        with runtime.gathered(model, write=True):
+            state = model.state_dict()
+            assert same_state(state, plain)
+            assert all(state[name].dtype == tensor.dtype for name, tensor in plain.items())
+            assert all(
+                tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in state.values() if tensor.numel()
+            )
+            assert all(value is model.get_parameter(name) for name, value in model.state_dict(keep_vars=True).items())
+            del state["2.complexes"]  # safetensors know none of 128 bits
+            save_file({name: tensor.contiguous() for name, tensor in state.items()}, tmp_path / "all.safetensors")
+            state["2.scale"].fill_(2)
+            del state
+        assert runtime.parameter(model[2].scale) == 2, "it is the same memory"
+        with runtime.gathered(model):
+            kept = model.state_dict()["0.bias"]
+        optimizer = tiermem.AdamW(model[0].parameters())
+        model(torch.randn(2, 6)).sum().backward()
+        with pytest.raises(tiermem.TiermemError, match="is still alive"):
+            optimizer.step()
+        del kept
+        optimizer.step()
+    assert same_state(
+        load_file(tmp_path / "all.safetensors"), {name: plain[name] for name in plain if "comp" not in name}
+    )
 
 
 def test_state_dict_after_close_is_refused_until_there_are_values_again(tmp_path):

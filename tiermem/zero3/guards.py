@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.utils.dlpack import from_dlpack
 from torch.utils.hooks import RemovableHandle
 
 from tiermem.errors import ConfigError, TiermemError
@@ -24,6 +25,9 @@ from tiermem.zero3.hooks import BoundHook
 from tiermem.zero3.made import memory_of
 from tiermem.zero3.placeholder import is_placeholder
 from tiermem.zero3.units import ModelUnits
+
+# Of each size of element, what has bits only: dlpack does not know every dtype of torch's.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _TRIES = 100_000  # of finding an element that two tensors share; as a rule a few are enough
 
@@ -38,6 +42,7 @@ class ModelGuards:
         there = all_gathered(divided, gatherer)
         for module in self._modules:
             self._handles.append(module.register_state_dict_pre_hook(_Reading(there)))  # type: ignore[no-untyped-call]
+            self._handles.append(module.register_state_dict_post_hook(_Apart(there)))  # type: ignore[no-untyped-call]
             loading = _Loading(there)
             self._handles.append(module.register_load_state_dict_pre_hook(loading))  # type: ignore[no-untyped-call]
 
@@ -240,6 +245,22 @@ class _Reading(BoundHook):
                 "runtime.parameter(p) for one of them, or `with runtime.gathered(model):` around it and copy what you "
                 "keep, if the whole model fits into host_memory"
             )
+
+
+class _Apart(BoundHook):
+    """Has each value of a `state_dict()` be a storage of its own, over the same memory.
+
+    They are pieces of their unit's, and who saves them may take pieces of one storage for the same values: accelerate's
+    `save_model` and `save_state` keep one of them and leave out the others, safetensors refuses them.
+    """
+
+    def act(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+        """`state_dict()` has read the module's own parameters, and what is below it."""
+        for name in module._parameters:  # noqa: SLF001 - also those that are None, without a copy
+            found = state_dict.get(prefix + name)
+            if type(found) is torch.Tensor and found.numel() and not found.requires_grad:  # not with keep_vars=True
+                bits = found.view(_BITS.get(found.element_size(), found.dtype))
+                state_dict[prefix + name] = from_dlpack(bits).view(found.dtype)
 
 
 class _Loading(BoundHook):
