@@ -547,6 +547,19 @@ def test_what_ranks_exchange_is_not_among_what_has_to_leave_host() -> None:
     assert bench.residency.total == 30
 
 
+def test_what_ranks_exchange_stays_on_the_device_until_its_place_is_wanted() -> None:
+    """Buckets that wait for the end of a step went to HOST at once, and from there to SWAP."""
+    bench = Bench(20, device=20, count=1)
+    bench.forecast.set_schedule(schedule_of((Lane.COMPUTE, PageKey(number, Kind.TRANSIT)) for number in (1, 2, 1, 2)))
+    for number in (1, 2):
+        bucket = bench.residency.add(PageKey(number, Kind.TRANSIT), 10)
+        Asked(bench, [bucket], FRESH, Lane.COMPUTE, DEVICE).give_back()
+    assert not bench.flying
+    wanted = bench.ask(0)
+    bench.settle()
+    assert wanted.granted
+
+
 def test_dirty_pages_leave_before_their_room_is_asked_for() -> None:
     bench = Bench(30, look_ahead=20)
     bench.order(0, 1, 2, 3, 4, 5)

@@ -142,7 +142,8 @@ class Ahead:
         are not on the tier at all: where every page fits, nothing has to leave, and nothing is written early.
 
         What the computation has written on a DEVICE is sent off at once: gradients are wanted in HOST, by the update,
-        and a copy costs no wear. Not into room that a demand has `claimed`.
+        and a copy costs no wear. Not into room that a demand has `claimed`. What ranks exchange is wanted on the DEVICE
+        only, and leaves it where somebody wants its place.
         """
         residency = self._residency
         census = residency.census
@@ -178,7 +179,8 @@ class Ahead:
             return
         with closing(census.writable(tier)) as candidates:
             for use, page in candidates:
-                if use <= beyond or not self._room.send_off(page, tier):
+                # Buckets may wait for the end of the step; what comes behind them here is used before that.
+                if use <= beyond or page.key.kind is Kind.TRANSIT or not self._room.send_off(page, tier):
                     break
 
     def read(self) -> None:
