@@ -121,3 +121,31 @@ def test_micro_batches_that_go_through_together_may_each_be_on_a_stream_of_their
             optimizer.zero_grad()
     assert streams.checks > 20
     assert streams.early == []
+
+
+def test_gradients_of_a_backward_that_has_failed_are_dropped_when_its_stream_is_done_with_them(tmp_path, monkeypatch):
+    device = StreamDevice()
+    streams, caller = device.streams, device.streams.current()
+    model = nn.Sequential(nn.Embedding(40, WIDTH), *(nn.Sequential(Layer(streams), Layer(streams)) for _ in range(3)))
+    more = {"device": "simulated", "device_memory": 4 * least_device(model, tmp_path)}
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("amid backward")
+
+    with runtime_on(device, model, config_for(tmp_path, 64 * MIB, "step", poison=False, **more)) as runtime:
+        monkeypatch.setattr(Lease, "tensor", device.watch_leases(runtime._house.storage.arenas[Tier.DEVICE]))
+        optimizer = tiermem.AdamW(model.parameters(), lr=1e-2)
+        for number in range(4):
+            streams.enter(number)
+            streams.wait_for(caller)
+            amid = model[3][1].register_full_backward_hook(fail)  # its unit has some gradients and lacks others
+            with pytest.raises(RuntimeError, match="amid backward"):
+                model(torch.randint(40, (2, 6))).square().mean().backward()
+            amid.remove()
+            streams.enter(caller)  # and waits for nothing
+            optimizer.zero_grad()
+            model(torch.randint(40, (2, 6))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert streams.checks > 20
+    assert streams.early == []

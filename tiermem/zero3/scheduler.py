@@ -60,9 +60,8 @@ class GatherScheduler:
         early: bool = False,
         follow: Callable[[], None] = lambda: None,
     ) -> None:
-        """`parameters`: by global number. `follow()`: see `Device`. `early`: announce complete units during backward; a
-        gradient that comes after that is an error, unless the listener undoes what it did.
-        """
+        """`parameters`: by number. `follow()`: see `Device`. `early`: announce complete units during backward; later
+        gradients are errors then, unless the listener undoes what it did."""
         self._gatherer = gatherer
         self.gradients = gradients
         self._listener = listener
@@ -83,6 +82,7 @@ class GatherScheduler:
 
     def let_go_between(self) -> None:
         """Let go of a unit that no call uses and the next one might: somebody else wants it."""
+        self.stack.follow()
         self._held.between.end()
 
     def settle(self) -> None:
@@ -94,7 +94,7 @@ class GatherScheduler:
             self._finish(self.stack.end())
         self.saved.leave_rest()
         self.backwards.clear()
-        self._held.between.end()
+        self.let_go_between()
         self._release_backward()
         self._gatherer.forget_calls()
         self.gradients.release()
@@ -117,6 +117,7 @@ class GatherScheduler:
                 "gradients were dropped (zero_grad) before optimizer.step(), but some units are already being updated; "
                 'use update="forward" to drop gradients'
             )
+        self.stack.follow()  # a backward that has failed has left its stream behind
         self._touched.clear()
         self.gradients.drop()
         self.order.begin_again()
