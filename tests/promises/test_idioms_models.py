@@ -144,8 +144,9 @@ def test_what_state_dict_gives_is_saved_whole_also_by_who_takes_a_storage_for_on
             state["2.scale"].fill_(2)
             del state
         assert runtime.parameter(model[2].scale) == 2, "it is the same memory"
-        with runtime.gathered(model):
+        with runtime.gathered(model), torch.inference_mode():
             kept = model.state_dict()["0.bias"]
+        assert not kept.is_inference()
         optimizer = tiermem.AdamW(model[0].parameters())
         model(torch.randn(2, 6)).sum().backward()
         with pytest.raises(tiermem.TiermemError, match="is still alive"):

@@ -20,6 +20,7 @@ from torch.utils.dlpack import from_dlpack
 from torch.utils.hooks import RemovableHandle
 
 from tiermem.errors import ConfigError, TiermemError
+from tiermem.zero3.engine import outside_inference
 from tiermem.zero3.gather import Gatherer, Presence
 from tiermem.zero3.hooks import BoundHook
 from tiermem.zero3.made import memory_of
@@ -260,7 +261,8 @@ class _Apart(BoundHook):
             found = state_dict.get(prefix + name)
             if type(found) is torch.Tensor and found.numel() and not found.requires_grad:  # not with keep_vars=True
                 bits = found.view(_BITS.get(found.element_size(), found.dtype))
-                state_dict[prefix + name] = from_dlpack(bits).view(found.dtype)
+                with outside_inference():  # as what torch has put there
+                    state_dict[prefix + name] = from_dlpack(bits).view(found.dtype)
 
 
 class _Loading(BoundHook):
