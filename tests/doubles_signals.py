@@ -5,6 +5,8 @@ from __future__ import annotations
 import dis
 import itertools
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -65,3 +67,19 @@ def interrupted_everywhere(make: Callable[[], Callable[[], object]], stride: int
         if not interrupted(make(), number):
             break
         yield number
+
+
+def has_ended(thread: threading.Thread) -> bool:
+    """Whether a thread ends, within a minute, whose beginning was interrupted; one that never began has none to come.
+
+    Between getting its number and being "started", for `join`, it may lose its turn.
+    """
+    until = time.monotonic() + 60
+    while thread.ident is not None and time.monotonic() < until:
+        try:
+            thread.join(60)
+        except RuntimeError:
+            time.sleep(0.001)
+        else:
+            return not thread.is_alive()
+    return thread.ident is None

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from doubles_signals import interrupted_everywhere
+from doubles_signals import has_ended, interrupted_everywhere
 
 import swap
 from swap.watch import WatchedThread
@@ -112,9 +112,8 @@ def test_for_the_beginning_of_copies() -> None:
     for _ in interrupted_everywhere(make):
         tries += 1
         for thread in threading.enumerate():
-            if thread.name == "test-copies" and thread.ident is not None:
-                thread.join(60)
-                assert not thread.is_alive()
+            if thread.name == "test-copies":
+                assert has_ended(thread)
     assert tries > 3
     (whole,) = lines
     whole.close()
@@ -146,7 +145,7 @@ def test_for_the_beginning_of_a_thread(watched: bool) -> None:
 
     for _ in interrupted_everywhere(make):
         if threads[-1].ident is not None:  # else the interrupt came before the system was asked
-            threads[-1].join(60)
+            assert has_ended(threads[-1])
             assert len(threads) - 1 in done
     assert len(done) > 3
 

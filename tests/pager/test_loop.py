@@ -14,7 +14,7 @@ from types import CodeType, FrameType
 
 import pytest
 from doubles_garbage import collect
-from doubles_signals import interrupted
+from doubles_signals import has_ended, interrupted
 
 from tiermem.errors import TiermemError
 from tiermem.pager.loop import LoopThread
@@ -170,9 +170,7 @@ def test_a_beginning_that_is_interrupted_anywhere_leaves_no_thread() -> None:
         if not interrupted(begin, number, BEGINNING):
             break
         for thread in [thread for thread in threading.enumerate() if thread.name == "interrupted-loop"]:
-            if thread.ident is not None:  # else it was not begun, and never will be
-                thread.join(PATIENCE)
-                assert not thread.is_alive(), number
+            assert has_ended(thread), number
     assert number > 10
     (whole,) = made
     assert whole.shut()
