@@ -225,6 +225,9 @@ class FakeBook:
     def require_free(self, units: Iterable[int]) -> None:
         pass
 
+    def catch_up(self) -> None:
+        """Nothing is on its way."""
+
     def given_back(self, units: Collection[int], parameters: Sequence[int]) -> None:
         self.lent.difference_update(parameters)
 

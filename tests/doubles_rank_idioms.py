@@ -341,6 +341,39 @@ def tasks_in_turns(directory: Path, rank: int, size: int) -> Any:
     return same
 
 
+class Outermost(nn.Module):
+    """Has a parameter of its own, so that the last unit of a backward is not the first one that is used again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 48)
+        self.layers = nn.ModuleList(nn.Linear(48, 48) for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(48))
+
+    def forward(self, *, looked_up: bool) -> torch.Tensor:
+        found = self.table(torch.arange(4))
+        made = self.layers[0](torch.linspace(-1, 1, 192).view(4, 48))
+        made = torch.relu(made + found if looked_up else made)
+        return (self.layers[2](self.layers[1](made)) * self.scale).square().mean()
+
+
+def more_than_expected(directory: Path, rank: int, size: int) -> Any:
+    """A micro-batch more than in the step before: all ranks undo the same early updates, those that were just coming.
+
+    The first rank has a gradient more behind them, and has begun them all by the end of the backward.
+    """
+    torch.manual_seed(1)
+    model = Outermost()
+    with tiermem.offload(model, config_for(directory, stage=2, update="backward"), coalesce=0) as runtime:
+        optimizer = tiermem.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1e6)
+        for batches in (1, 1, 2, 1, 2):
+            for _ in range(batches):
+                model(looked_up=rank == 0).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return parameters_of(runtime)
+
+
 class Cast(Odd):
     """float32 parameters, computed with in bfloat16."""
 
@@ -525,6 +558,7 @@ SCENARIOS: dict[str, Callable[[Path, int, int], Any]] = {
         begun_in_plain,
         adversaries,
         tasks_in_turns,
+        more_than_expected,
         autocast,
         lora,
         mixture,

@@ -38,6 +38,7 @@ def reports(warm_python: WarmPython, directory: Path) -> Reports:
                 "begun_in_plain",
                 "adversaries",
                 "tasks_in_turns",
+                "more_than_expected",
                 "one_cannot_page_activations",
             ],
         ),
@@ -125,6 +126,12 @@ def test_steps_in_turns_have_the_weights_of_plain_pytorch_though_some_ranks_lack
     """Ranks foresaw steps of different kinds, and gathered ahead what the others did not: "do different things"."""
     for found in values(reports[2, "tasks_in_turns"]):
         assert found == {2: True, 3: True}
+
+
+def test_ranks_undo_the_same_early_updates_though_some_have_gradients_behind_them(reports: Reports) -> None:
+    """What had just been exchanged was begun, and undone, on one rank alone, which then gathered it alone."""
+    one, other = values(reports[2, "more_than_expected"])
+    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 # What a rank keeps: a part of everything, and what is in transit between the ranks.

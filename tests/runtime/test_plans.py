@@ -109,8 +109,7 @@ def test_a_step_counts_whose_planning_was_interrupted() -> None:
     ledger: Any = SimpleNamespace(
         scheduler=scheduler,
         line_up=lambda *_: None,
-        with_gradients=list,
-        require_free=lambda _: None,
+        require_free=lambda: None,
         close_step=lambda *_, **__: True,
     )
     done = SimpleNamespace(skipped=False)

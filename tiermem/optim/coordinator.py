@@ -205,6 +205,7 @@ class UpdateCoordinator:
         """
         self._speculation.finish()
         if self._speculation.holds(unit):
+            self._gradients.catch_up()
             self._speculation.take_back(redone=True)
         if self._queue.pending(unit):
             self._queue.hurry(unit)
@@ -239,6 +240,7 @@ class UpdateCoordinator:
                 "parameters are to be changed, or given to another optimizer, between backward and step, but "
                 "update='backward' has used their gradients up; do it after optimizer.step(), or choose update='auto'"
             )
+        self._gradients.catch_up()
         self._speculation.take_back(redone=True)
 
     # Inside.

@@ -108,6 +108,9 @@ class GradientBook(Protocol):
     def require_free(self, units: Iterable[int]) -> None:
         """Raise TiermemError if somebody keeps a view of the parameters of these units."""
 
+    def catch_up(self) -> None:
+        """Before updates are undone: have those begun of which all ranks know by now. All of them undo the same."""
+
     def given_back(self, units: Collection[int], parameters: Sequence[int]) -> None:
         """The updates of these units that borrowed these gradients are undone: they are present again.
 

@@ -99,10 +99,17 @@ class GradientLedger:
         """An update that may be undone uses these gradients; their pages stay as they are meanwhile."""
         self._borrowed.update(parameters)
 
-    def require_free(self, units: Iterable[int]) -> None:
-        """Raise TiermemError if somebody keeps a view of parameters of these units, which are about to change."""
-        for unit in units:
+    def require_free(self, units: Iterable[int] | None = None) -> None:
+        """Raise TiermemError if somebody keeps a view of parameters of these units, which are about to change.
+
+        None: of those with a gradient that no update uses.
+        """
+        for unit in filter(self.present, self._units) if units is None else units:
             self._gatherer.require_free(unit)
+
+    def catch_up(self) -> None:
+        """Wait until whatever is the last of a unit's gradients here, and is on its way, is added up."""
+        self.scheduler.gradients.catch_up(None)
 
     def given_back(self, units: Collection[int], parameters: Sequence[int]) -> None:
         """The updates of these units that borrowed these gradients are undone: they are present, more may come."""
@@ -137,10 +144,6 @@ class GradientLedger:
         else:
             self._turns = 0
             self.scheduler.drop_gradients()
-
-    def with_gradients(self) -> list[int]:
-        """The units with a gradient that no update uses."""
-        return [unit for unit in self._units if self.present(unit)]
 
     @property
     def is_mid_step(self) -> bool:
@@ -242,7 +245,7 @@ class Steps:
         """Update what has a gradient; end the step if that was all."""
         self._require_open()
         self._ledger.line_up(Act.STEP, lambda: self._in_words(source))
-        self._ledger.require_free(self._ledger.with_gradients())
+        self._ledger.require_free()
         result = self._coordinator.step(source, unscale=unscale)
         self._close_step(updated=not result.skipped)
         if self.open_calls == _PATIENCE:

@@ -137,9 +137,10 @@ class RankGradients(StepGradients):
             self._open.then = then
         self.release(unit)
 
-    def catch_up(self, unit: int) -> None:
-        """Where the unit's last bucket is under way, wait for it: all ranks go on from the same values."""
-        if self._under_way is not None and self._under_way[0].then and self._under_way[0].shard.unit == unit:
+    def catch_up(self, unit: int | None) -> None:
+        """Where the unit's last bucket is under way, wait for it: all ranks go on from the same values. None: any's."""
+        bucket = self._under_way[0] if self._under_way is not None else None
+        if bucket is not None and bucket.then and unit in (None, bucket.shard.unit):
             self._wait()
 
     def _add_up(self, bucket: Bucket) -> None:

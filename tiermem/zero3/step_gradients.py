@@ -112,7 +112,7 @@ class StepGradients:
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - absent.py has nothing to say to this
             return any(self._parameters[number].requires_grad for number in frozen)
 
-    def catch_up(self, unit: int) -> None:
+    def catch_up(self, unit: int | None) -> None:
         """Nothing is left to be said later, where there are no other ranks."""
 
     def line_up(self, act: Act = Act.SETTLE, alike: Callable[[], str] = lambda: "") -> None:
