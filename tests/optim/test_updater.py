@@ -435,6 +435,23 @@ def test_updates_that_cannot_be_carried_out_fail_and_later_ones_are_carried_out(
     assert touched(pager) == [1]
 
 
+def test_an_update_is_announced_before_anybody_begins_with_it(
+    pager: FakePager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the first one gradients went to the drive, when the loop came to what was asked for after it first."""
+    units, told, start_task = make_units(pager, 1), list[Any](), pager.start_task
+
+    def noted(coroutine: Any) -> Any:
+        told.extend(pager.agenda or [[]])
+        return start_task(coroutine)
+
+    monkeypatch.setattr(pager, "start_task", noted)
+    updater = Updater(pager, units)
+    updater.start(whole(units[0]))
+    updater.wait(0)
+    assert {key.unit for key in told[0]} == {0}
+
+
 def test_wrong_questions_are_refused(pager: FakePager) -> None:
     with pytest.raises(ConfigError, match="depth"):
         Updater(pager, {}, depth=0)

@@ -92,11 +92,11 @@ class Updater:
             self._latest = update
             must_run = not self._running
             self._running = True
+        # At once, so that its gradient is not written to disk for want of anybody who needs it soon: who runs the queue
+        # says so only when the loop comes to that, behind what the computation has asked for meanwhile.
+        self._pager.extend_agenda(entry.keys)
         if must_run:
             self._start_running()
-        else:
-            # At once, so that its gradient is not written to disk for want of anybody who needs it soon.
-            self._pager.extend_agenda(entry.keys)
 
     def pending(self, unit: int) -> bool:
         """Whether an update of the unit is queued or running, or has failed, so that `wait` has something to say."""
