@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.utils.dlpack import from_dlpack
 from torch.utils.hooks import RemovableHandle
 
 from tiermem.errors import ConfigError, TiermemError
+from tiermem.memory.slab import own_storage
 from tiermem.zero3.engine import outside_inference
 from tiermem.zero3.gather import Gatherer, Presence
 from tiermem.zero3.hooks import BoundHook
@@ -27,7 +27,7 @@ from tiermem.zero3.made import memory_of
 from tiermem.zero3.placeholder import is_placeholder
 from tiermem.zero3.units import ModelUnits
 
-# Of each size of element, what has bits only: dlpack does not know every dtype of torch's.
+# Of each size of element, what has bits only: DLPack does not know every dtype of torch's.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _TRIES = 100_000  # of finding an element that two tensors share; as a rule a few are enough
@@ -262,7 +262,7 @@ class _Apart(BoundHook):
             if type(found) is torch.Tensor and found.numel() and not found.requires_grad:  # not with keep_vars=True
                 bits = found.view(_BITS.get(found.element_size(), found.dtype))
                 with outside_inference():  # as what torch has put there
-                    state_dict[prefix + name] = from_dlpack(bits).view(found.dtype)
+                    state_dict[prefix + name] = own_storage(bits).view(found.dtype)
 
 
 class _Loading(BoundHook):
