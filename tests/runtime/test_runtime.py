@@ -200,6 +200,26 @@ def test_an_evaluation_keeps_what_it_can_from_batch_to_batch(trained, device, tm
         within_budgets(runtime.statistics())
 
 
+def test_an_evaluation_reads_less_far_ahead_and_keeps_more(tmp_path):
+    """What is read ahead takes the room of what could stay: 0.58 of the parameters were read for a batch, now 0.47."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(128, 256), nn.Linear(256, 128)) for _ in range(12)))
+    nbytes = 2 * sum(parameter.numel() for parameter in model.parameters())
+    settings = {"param_dtype": "bfloat16", "commits": False, "io_backend": "inline", "tile_size": "64KiB"}
+    with tiermem.offload(model, config_for(tmp_path, nbytes * 7 // 10, "forward", **settings), coalesce=0) as runtime:
+        inputs = torch.ones(2, 128, dtype=torch.bfloat16)
+        optimizer = tiermem.AdamW(model.parameters())
+        for _ in range(2):
+            model(inputs).float().sum().backward()
+            optimizer.step()
+        with torch.no_grad():
+            for _ in range(3):
+                model(inputs)
+            read = runtime.statistics().total.bytes_read
+            for _ in range(8):
+                model(inputs)
+        assert (runtime.statistics().total.bytes_read - read) / 8 < 0.53 * nbytes
+
+
 def test_behind_what_is_evaluated_amid_a_step_that_goes_on_where_it_was(tmp_path):
     """It had begun again, by the forecast, and wrote 1.4 times the bytes: tiles it was to use soon had gone first."""
     model, x = small_llama(words=256, width=128, mlp_width=352, layers=12), torch.randint(0, 256, (2, 8))

@@ -66,7 +66,7 @@ class Ahead:
         self._appetite = appetite
         self._pending: dict[Tier, deque[tuple[PageKey, int]]] = {}
         # What the step goes by, while an evaluation goes by something else.
-        self._aside: tuple[Forecast, _Renewed] | None = None
+        self._aside: tuple[Forecast, _Renewed, Mapping[Tier, Appetite]] | None = None
         self._renewed = _Renewed()
         self._rests = False  # whether pages are written outside of steps
         # How far the last look came: the position of the first access that it found no room for.
@@ -121,15 +121,23 @@ class Ahead:
             residency.forecast.mark()
             return
         if aside is not None:
-            residency.forecast, self._renewed = aside
+            residency.forecast, self._renewed, self._appetite = aside
             self._aside = None
         if isinstance(schedule, Schedule):
-            self._aside = residency.forecast, self._renewed
+            self._aside = residency.forecast, self._renewed, self._appetite
             residency.forecast, self._renewed = residency.forecast.beside(schedule), _Renewed()
+            self._appetite = {**self._appetite, Tier.HOST: self._evaluating(schedule)}
         elif not residency.forecast.rewind(to_mark=schedule is Step.GOES_ON) and aside is None:
             return
         self._version = -1
         residency.reclassify()
+
+    def _evaluating(self, schedule: Schedule) -> Appetite:
+        """Half as far ahead, but a page at least: there are no tiles to update, and what stays is not read again."""
+        appetite, pages = self._appetite[Tier.HOST], self._residency.pages
+        largest = max((pages[access.key].room for access in schedule.accesses if access.key in pages), default=0)
+        look_ahead = min(appetite.look_ahead, max(largest, appetite.look_ahead // 2))
+        return replace(appetite, look_ahead=look_ahead)
 
     def rooms(self) -> dict[PageKey, int]:
         """Bytes that each page takes on a tier."""
