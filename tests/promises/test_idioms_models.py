@@ -470,6 +470,16 @@ def test_who_looks_for_a_gradient_that_plain_pytorch_would_have_is_warned(update
             optimizer.zero_grad()
 
 
+@pytest.mark.filterwarnings("ignore:a hook registered by register_post_accumulate_grad_hook")
+def test_a_hook_after_accumulation_that_finds_the_gradient_is_not_warned(tmp_path):
+    """Called in `forward_backward`, it reads `p.grad` of parameters that have gradients of other micro-batches."""
+    model, found = mlp(), []
+    model[0].weight.register_post_accumulate_grad_hook(lambda weight: found.append(weight.grad.sum()))
+    with offload(model, tmp_path) as runtime:
+        runtime.forward_backward([torch.randn(2, 6) for _ in range(3)], lambda rows: model(rows).sum())
+    assert len(found) == 3
+
+
 def test_what_is_made_of_an_absent_parameter_has_no_gradient_of_its_own(tmp_path):
     model = mlp()
     with offload(model, tmp_path):
