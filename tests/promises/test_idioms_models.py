@@ -158,6 +158,23 @@ def test_what_state_dict_gives_is_saved_whole_also_by_who_takes_a_storage_for_on
     )
 
 
+def test_parameters_change_places_by_what_state_dict_gives(tmp_path):
+    """Values that were parts of a frame, but with storages of their own, were read when it had been written already."""
+
+    def other(name: str) -> str:
+        return f"{1 - int(name[0])}{name[1:]}"
+
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(2)))
+    plain = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with offload(model, tmp_path) as runtime:
+        with runtime.gathered(model, write=True):
+            state = model.state_dict()
+            for name, parameter in model.named_parameters():
+                parameter.data = state[other(name)]
+            del state
+        assert same_state(values(runtime), {other(name): tensor for name, tensor in plain.items()})
+
+
 def test_state_dict_after_close_is_refused_until_there_are_values_again(tmp_path):
     """`torch.save(model.state_dict())` below the with block is easily written, and would save NaN."""
     model = Stack()

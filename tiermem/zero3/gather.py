@@ -170,9 +170,10 @@ class Gatherer:
         state = self._units[unit]
         if state.base is None or replaced(state.base, state.parameters, state.layout.slots) is None:
             return
+        frames = [other.base for other in self._units if other.base is not None]
         for other in self._units:  # before this frame is written: what was assigned there may be a part of it
             if other.base is not None and other.writable:
-                unshare(other.base, other.parameters, other.layout.slots, self.frames)
+                unshare(other.base, other.parameters, other.layout.slots, frames)
         take_in(state.base, state.parameters, state.layout.slots)
 
     @unwatched

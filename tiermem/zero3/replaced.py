@@ -7,7 +7,7 @@ have changed places) are those that were assigned, and that one that does not fi
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -27,12 +27,16 @@ def replaced(base: torch.Tensor, parameters: Sequence[nn.Parameter], slots: Sequ
 
 
 def unshare(
-    base: torch.Tensor, parameters: Sequence[nn.Parameter], slots: Sequence[Slot], frames: Container[int]
+    base: torch.Tensor, parameters: Sequence[nn.Parameter], slots: Sequence[Slot], frames: Sequence[torch.Tensor]
 ) -> None:
-    """Copy values that were assigned as a view of one of `frames`, by address: it may be written before they are."""
+    """Copy values that were assigned as a part of one of `frames`: it may be written before they are.
+
+    By address: values of a `state_dict()` have storages of their own there.
+    """
     start = base.data_ptr()
+    spans = [(frame.data_ptr(), frame.data_ptr() + frame.nbytes) for frame in frames]
     for parameter, slot in zip(parameters, slots, strict=True):
-        if not _is_in_place(parameter, slot, start) and parameter.untyped_storage().data_ptr() in frames:
+        if not _is_in_place(parameter, slot, start) and _is_within(parameter, spans):
             parameter.data = parameter.data.clone()
 
 
@@ -55,6 +59,11 @@ def take_in(base: torch.Tensor, parameters: Sequence[nn.Parameter], slots: Seque
         view.copy_(values)
     if wrong is not None:
         raise TiermemError(wrong)
+
+
+def _is_within(parameter: nn.Parameter, spans: Sequence[tuple[int, int]]) -> bool:
+    begin = parameter.data_ptr()
+    return any(start <= begin < end for start, end in spans)
 
 
 def _is_in_place(parameter: nn.Parameter, slot: Slot, start: int) -> bool:
