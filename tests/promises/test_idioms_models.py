@@ -175,6 +175,21 @@ def test_parameters_change_places_by_what_state_dict_gives(tmp_path):
         assert same_state(values(runtime), {other(name): tensor for name, tensor in plain.items()})
 
 
+def test_a_write_into_what_state_dict_gave_is_noticed_behind_gathered_too(tmp_path):
+    """The parameter had it, until its bytes were read again."""
+    model = mlp()
+    with offload(model, tmp_path) as runtime:
+        for mode in (True, False):  # behind the first looks, which compare bits
+            with torch.set_grad_enabled(mode):
+                model(torch.randn(2, 6))
+        with runtime.gathered(model):
+            state = model.state_dict()
+        state["0.bias"].add_(1)
+        del state
+        with pytest.raises(tiermem.TiermemError, match=r"0\.bias was written in place while it was gathered"):
+            model(torch.randn(2, 6))
+
+
 def test_state_dict_after_close_is_refused_until_there_are_values_again(tmp_path):
     """`torch.save(model.state_dict())` below the with block is easily written, and would save NaN."""
     model = Stack()

@@ -253,6 +253,7 @@ class _Apart(BoundHook):
 
     They are pieces of their unit's, and who saves them may take pieces of one storage for the same values: accelerate's
     `save_model` and `save_state` keep one of them and leave out the others, safetensors refuses them.
+    It stays the tensor that torch has put there: writes into that count as writes into the parameter.
     """
 
     def act(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
@@ -262,7 +263,7 @@ class _Apart(BoundHook):
             if type(found) is torch.Tensor and found.numel() and not found.requires_grad:  # not with keep_vars=True
                 bits = found.view(_BITS.get(found.element_size(), found.dtype))
                 with outside_inference():  # as what torch has put there
-                    state_dict[prefix + name] = own_storage(bits).view(found.dtype)
+                    found.data = own_storage(bits).view(found.dtype)
 
 
 class _Loading(BoundHook):
