@@ -495,6 +495,20 @@ def test_without_clipping_early_updates_are_for_good(harness: Harness, ending: s
     assert harness.undo.reverts == 0
 
 
+@pytest.mark.parametrize("harness", [("backward",)], indirect=True)
+def test_what_is_caught_up_with_may_use_gradients_up_before_parameters_are_changed(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several ranks' only unit, exchanged just now: its update began behind the question what was used up."""
+    ours = AdamW(harness.faces, lr=0.01)
+    harness.backward(0, complete=False)
+    monkeypatch.setattr(harness.book, "catch_up", lambda: harness.service.gradients_complete(2))
+    for change in (harness.service.settle_early, lambda: AdamW(harness.faces, lr=0.01)):
+        with pytest.raises(TiermemError, match="has used their gradients up"):
+            change()
+    ours.step()
+
+
 def test_the_norm_is_added_up_in_the_order_of_the_model_whatever_the_groups(harness: Harness) -> None:
     """Its last bit, and with it every clipped update, is that of `clip_grad_norm_(model.parameters(), ...)`."""
     others = 0

@@ -235,12 +235,12 @@ class UpdateCoordinator:
         Raises TiermemError where that was for good.
         """
         self._speculation.finish()
+        self._gradients.catch_up()  # what that begins may be for good, too
         if self.spent:
             raise TiermemError(
                 "parameters are to be changed, or given to another optimizer, between backward and step, but "
                 "update='backward' has used their gradients up; do it after optimizer.step(), or choose update='auto'"
             )
-        self._gradients.catch_up()
         self._speculation.take_back(redone=True)
 
     # Inside.
