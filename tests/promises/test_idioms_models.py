@@ -158,6 +158,22 @@ def test_what_state_dict_gives_is_saved_whole_also_by_who_takes_a_storage_for_on
     )
 
 
+def test_tied_values_of_a_state_dict_are_saved_once(tmp_path):
+    model = nn.ModuleDict({"words": nn.Embedding(40, 8), "head": nn.Linear(8, 40, bias=False)})
+    model["head"].weight = model["words"].weight
+    with offload(model, tmp_path) as runtime:
+        with runtime.gathered(model):
+            buffer, copied = io.BytesIO(), copy.deepcopy(model.state_dict())
+            torch.save(model.state_dict(), buffer)
+            state = model.state_dict()
+            state["words.weight"].data = torch.zeros(40, 8)
+            assert torch.equal(model.state_dict()["words.weight"], state["head.weight"])
+            del state
+    buffer.seek(0)
+    for state in (copied, torch.load(buffer)):
+        assert state["words.weight"].data_ptr() == state["head.weight"].data_ptr()
+
+
 def test_parameters_change_places_by_what_state_dict_gives(tmp_path):
     """Values that were parts of a frame, but with storages of their own, were read when it had been written already."""
 

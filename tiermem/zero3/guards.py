@@ -9,8 +9,9 @@ a model whose runtime is closed, or could not begin, says so instead of computin
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -41,9 +42,10 @@ class ModelGuards:
         self._modules = [module for module in divided.model.modules() if _own(module)]
         self._handles: list[RemovableHandle] = [*others]
         there = all_gathered(divided, gatherer)
+        given: MutableMapping[int, torch.Tensor] = WeakValueDictionary()
         for module in self._modules:
             self._handles.append(module.register_state_dict_pre_hook(_Reading(there)))  # type: ignore[no-untyped-call]
-            self._handles.append(module.register_state_dict_post_hook(_Apart(there)))  # type: ignore[no-untyped-call]
+            self._handles.append(module.register_state_dict_post_hook(_Apart(there, given)))  # type: ignore[no-untyped-call]
             loading = _Loading(there)
             self._handles.append(module.register_load_state_dict_pre_hook(loading))  # type: ignore[no-untyped-call]
 
@@ -253,17 +255,38 @@ class _Apart(BoundHook):
 
     They are pieces of their unit's, and who saves them may take pieces of one storage for the same values: accelerate's
     `save_model` and `save_state` keep one of them and leave out the others, safetensors refuses them.
-    It stays the tensor that torch has put there: writes into that count as writes into the parameter.
+    It stays the tensor that torch has put there: writes into that count as writes into the parameter. Values of a tied
+    one have one storage, as in a plain model: they are saved once.
     """
+
+    def __init__(self, is_there: Callable[[], bool], given: MutableMapping[int, torch.Tensor]) -> None:
+        """`given`: what this model has given, by address, as long as it lives."""
+        super().__init__(is_there)
+        self._given = given
 
     def act(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
         """`state_dict()` has read the module's own parameters, and what is below it."""
         for name in module._parameters:  # noqa: SLF001 - also those that are None, without a copy
             found = state_dict.get(prefix + name)
             if type(found) is torch.Tensor and found.numel() and not found.requires_grad:  # not with keep_vars=True
-                bits = found.view(_BITS.get(found.element_size(), found.dtype))
+                given = self._given.get(found.data_ptr())
                 with outside_inference():  # as what torch has put there
-                    found.data = own_storage(bits).view(found.dtype)
+                    found.data = given if given is not None and _is_same(given, found) else _apart(found)
+                self._given[found.data_ptr()] = found
+
+
+def _apart(values: torch.Tensor) -> torch.Tensor:
+    return own_storage(values.view(_BITS.get(values.element_size(), values.dtype))).view(values.dtype)
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether they show the same elements: whoever has one may have given it others."""
+    return (one.data_ptr(), one.dtype, one.shape, one.stride()) == (
+        other.data_ptr(),
+        other.dtype,
+        other.shape,
+        other.stride(),
+    )
 
 
 class _Loading(BoundHook):
