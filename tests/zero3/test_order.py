@@ -80,6 +80,20 @@ def test_ranks_of_which_some_have_no_gradients_expect_the_same_turn():
     assert kinds == [[0, 1], [0, 1]]
 
 
+def test_steps_of_one_process_that_differ_in_their_gradients_take_turns():
+    """As those in which one part of the model is frozen, and then another: each was expected to be like the other."""
+    order = OrderRecorder(alone=True)
+    for number in range(12):
+        for unit in (0, 1):
+            order.access(unit, FORWARD)
+        if number >= 4:
+            assert order.upcoming_gradients() == number % 2
+        order.gradient(number % 2, number % 2)
+        order.contribution(number % 2)
+        assert number < 4 or order.all_arrived((number % 2,))
+        order.finish()
+
+
 def test_what_belongs_to_the_step_is_expected_at_its_place_whatever_gradients_came():
     order = OrderRecorder()
     for gradients in (1, 1, 0, 2):

@@ -39,6 +39,8 @@ class RankGradients(StepGradients):
     `accumulate` and the other verbs are for the compute thread; `serve` runs on the conductor's.
     """
 
+    alone = False
+
     def __init__(
         self,
         pager: Pager,

@@ -13,6 +13,7 @@ import enum
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from types import MappingProxyType
 
 from tiermem.pager.page import PageKey
@@ -68,10 +69,13 @@ class StepOrder:
 class OrderRecorder:
     """Records the present step and compares it with the one before."""
 
-    def __init__(self, apart: Container[int] = ()) -> None:
-        """`apart`: units whose gradients are taken beside those of others, so that no room is made for them ahead."""
+    def __init__(self, apart: Container[int] = (), *, alone: bool = False) -> None:
+        """`apart`: units whose gradients are taken beside those of others, so that no room is made for them ahead.
+
+        `alone`: there are no other ranks, so that steps of the same uses with other gradients may be other kinds.
+        """
         self._apart = apart
-        self._turns: Turns[StepOrder] = Turns(_uses)
+        self._turns: Turns[StepOrder] = Turns(attrgetter("accesses") if alone else _uses)
         self._accesses: list[Access] = []
         self._contributions: Counter[int] = Counter()
         self._batches: Counter[int] = Counter()  # how many micro-batches have brought gradients, by unit

@@ -24,6 +24,7 @@ class StepGradients:
     """What is known of this step's gradients, wherever they come from: their norms, and the pages they were put in."""
 
     apart: Container[int] = ()
+    alone = True  # whether there are no other ranks
 
     def __init__(self, pager: Pager, layouts: Sequence[UnitLayout], parameters: Sequence[nn.Parameter]) -> None:
         self._pager = pager
