@@ -133,6 +133,20 @@ def test_a_full_disk_behind_stdout_is_named_in_one_line(
     assert result.stderr == "tiermem: [Errno 28] No space left on device: 'stdout'\n"
 
 
+@pytest.mark.parametrize(
+    "command", ["train", "tune", "plan", "bench", "doctor", *(f"snapshot {name}" for name in ("list", "reshard"))]
+)
+def test_help_has_the_whole_names_of_options_on_a_terminal_of_80_columns(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is left of --gradient-checkpoint… cannot be typed: long ranges take the room of names."""
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main.run([*command.split(), "--help"]) == 0
+    said = capsys.readouterr().out
+    assert max(map(len, said.splitlines())) <= 80
+    assert "…" not in said
+
+
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
 def test_names_that_stdout_has_no_letters_for_are_written_all_the_same(
     warm_python: WarmPython, tmp_path: Path, encoding: str

@@ -132,11 +132,12 @@ def number_option(
 
 def whole_option(name: str, *, help: str, least: int = 1, most: int = LARGEST_NUMBER) -> Any:  # noqa: A002 - as above
     """The option `name`, whose value is a whole number from `least` to `most`."""
+    limit = most if most < LARGEST_NUMBER else ""  # more digits take the room of the options' names in --help
     return number_option(
         name,
         expected=f"a whole number from {least} to {most}",
         fits=lambda number: least <= number <= most,
-        metavar=f"INTEGER {least}..{most}",
+        metavar=f"INTEGER {least}..{limit}",
         help=help,
         kind=int,
     )
