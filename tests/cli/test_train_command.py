@@ -18,6 +18,7 @@ from tiermem.cli import beginning, main
 from tiermem.cli import train as train_module
 from tiermem.cli.interrupts import INTERRUPTED
 from tiermem.cli.launch import Launch
+from tiermem.cli.presets import find_model
 from tiermem.cli.report import StepReport, TrainReport
 from tiermem.errors import CapacityError
 
@@ -142,11 +143,16 @@ def test_a_home_directory_is_meant_by_a_tilde(
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "home" / "run").mkdir(parents=True)
     (tmp_path / "home" / "text").write_text("a text to learn " * 100)
-    paths = ["--swap-dir=~/run", "--text=~/text", "--timeline=~/trace.json"]
+    (tmp_path / "home" / "model").mkdir()
+    find_model("llama-tiny").save_pretrained(tmp_path / "home" / "model")
+    paths = ["--model=~/model", "--swap-dir=~/run", "--text=~/text", "--timeline=~/trace.json"]
     assert main.run([*SHORT, *paths]) == 0, capsys.readouterr().err
     (runtime,) = plain_core.runtimes
     assert runtime.config.swap_dirs == (str(tmp_path / "home" / "run"),)
     assert (tmp_path / "home" / "trace.json").read_text() == "[]"
+    for model in (["~/model"], ["--model=~/model/config.json"]):
+        assert main.run(["plan", *model, "--machine=~/none.toml"]) == 1
+        assert f"no profile and no file '{tmp_path}/home/none.toml'" in capsys.readouterr().err
 
 
 def test_a_configuration_file_is_used_and_options_go_on_top(plain_core: Any, tmp_path: Path) -> None:

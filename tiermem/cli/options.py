@@ -57,6 +57,11 @@ def path_option(
     return typer.Option(name, *more, help=help, metavar="PATH", parser=_path_of(name, check), callback=check_all)
 
 
+def name_option(*names: str, help: str) -> Any:  # noqa: A002 - as above
+    """An option whose value is a name of ours or a path."""
+    return typer.Option(*names, help=help, metavar="TEXT", parser=os.path.expanduser)
+
+
 def _different(directories: list[Path] | None) -> list[Path] | None:
     named = directories or []
     if len(set(map(os.path.realpath, named))) < len(named):
@@ -143,7 +148,10 @@ def whole_option(name: str, *, help: str, least: int = 1, most: int = LARGEST_NU
     )
 
 
-Model = Annotated[str, typer.Option("--model", "-m", help="A preset, or a Hugging Face config.json (or its folder).")]
+Model = Annotated[
+    str,
+    name_option("--model", "-m", help="A preset, or a Hugging Face config.json (or its folder)."),
+]
 Steps = Annotated[int, whole_option("--steps", help="Optimizer steps in all, resumed ones included.")]
 Batch = Annotated[int, whole_option("--batch", help="Sequences in a batch.")]
 Seq = Annotated[int, whole_option("--seq", least=2, help="Tokens in a sequence.")]
@@ -261,18 +269,20 @@ Report = Annotated[
 PlanModel = Annotated[
     str | None,
     typer.Argument(
-        metavar="[MODEL]", help="A preset, a Hugging Face config.json (or its folder), or a number of parameters: 70B."
+        metavar="[MODEL]",
+        parser=os.path.expanduser,
+        help="A preset, a Hugging Face config.json (or its folder), or a number of parameters: 70B.",
     ),
 ]
 PlanModelOption = Annotated[
-    str | None, typer.Option("--model", "-m", "--config-json", help="The same as MODEL, by the name that train has.")
+    str | None, name_option("--model", "-m", "--config-json", help="The same as MODEL, by the name that train has.")
 ]
 Parameters = Annotated[
     str | None, typer.Option("--parameters", help="A transformer with this many parameters instead, such as 70B.")
 ]
 Machine = Annotated[
     str | None,
-    typer.Option("--machine", help="A profile: a shipped name or a TOML file. Default: this machine, measured once."),
+    name_option("--machine", help="A profile: a shipped name or a TOML file. Default: this machine, measured once."),
 ]
 Measure = Annotated[bool, typer.Option("--measure", help="Measure this machine again instead of what is cached.")]
 PlanRanks = Annotated[int, whole_option("--ranks", help="Processes, one for each GPU, over whole nodes.")]
