@@ -223,8 +223,9 @@ CommitEvery = Annotated[
     whole_option(
         "--commit-every",
         least=0,
-        help="Commit each time this many steps are done, and keep the swap files; 0: at the end only. With --keep or "
-        "--resume, unless this is given: after the first step, every ten minutes, and at the end.",
+        help="Commit each time this many steps are done, and at the end, and keep the swap files. With --keep or "
+        "--resume 0 is at the end only; there, unless this is given: after the first step, every ten minutes, and at "
+        "the end.",
     ),
 ]
 Overwrite = Annotated[

@@ -27,7 +27,10 @@ app = typer.Typer(
 
 @app.command("list")
 def list_command(paths: options.SnapshotPaths, json: options.Json = False) -> None:
-    """Say what is committed in the swap directories of a run, or what a snapshot holds. Exit code 1 if nothing."""
+    """Say what is committed in the swap directories of a run, or what a snapshot holds.
+
+    Exit code 1 if nothing is, or where what several ranks have is not one whole commit.
+    """
     from tiermem.cli.snapshot import look
 
     show_found(look(paths), json=json)
