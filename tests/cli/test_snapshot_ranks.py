@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,22 @@ def test_commits_that_do_not_belong_together_are_told_apart(
     assert said("d") == "the folders of rank 2 hold what rank 3 has committed"
     assert run(["snapshot", "list", str(tmp_path)]) == 1
     assert "none that all ranks have" in " ".join(capsys.readouterr().out.split())
+
+
+def test_folders_that_a_run_of_more_ranks_has_left_are_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, folders: list[Path]
+) -> None:
+    """A run of fewer that began anew there has not touched them."""
+    for number, folder in enumerate(folders[:2]):
+        rewrite(folder, as_rank(number, world=2))
+        rewrite(folder, lambda user: user.update(run=8))
+    for command in (["list"], ["reshard", "--to", tmp_path / "out", "--ranks", 2]):
+        _, error = call(capsys, command[0], tmp_path, *command[1:], code=1)
+        assert "expected the same run everywhere, found 8 (rank 0, 1), 7 (rank 2, 3); the run of rank 0 had 2" in error
+        assert "move what an earlier run has left to rank 2, 3 away" in error
+    for folder in folders[2:]:
+        shutil.rmtree(folder)
+    assert call(capsys, "verify", tmp_path)[0]["world_size"] == 2
 
 
 def test_the_newest_commit_that_all_ranks_have_is_meant(

@@ -117,6 +117,12 @@ def disagreement(found: Sequence[Committed]) -> str | None:
             whose = ", ".join(f"{value} (rank {', '.join(own)})" for value, own in ranks.items())
             in_use = any(each.in_use for each in found)
             advice = "; a run that is using them may just be committing: ask again" if in_use else ""
+            size = world_size(read[0][1])
+            if beyond := [str(each.rank) for each, _ in read if (each.rank or 0) >= size]:
+                advice += (
+                    f"; the run of rank {read[0][0].rank} had {size} ranks: where it is meant, move what an earlier "
+                    f"run has left to rank {', '.join(beyond)} away"
+                )
             return f"expected the same {what} everywhere, found {whose}{advice}"
     if len(found) != world_size(read[0][1]):
         return f"expected {world_size(read[0][1])} ranks, as the run had, found {len(found)}"
