@@ -265,6 +265,20 @@ def test_ranks_that_commit_while_they_are_looked_at(
     assert (found["step"], found["generation"], found["ranks"]["disagreement"]) == (3, old + 1, None)
 
 
+def test_a_file_of_somebody_that_is_named_like_that_of_a_snapshot_makes_none_of_a_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, folders: list[Path]
+) -> None:
+    for folder in (tmp_path, folders[0]):
+        (folder / "manifest.json").write_text("{}")
+        assert call(capsys, "verify", folder)[0]["kind"] == "commit"
+    other = tmp_path / "other"
+    for folder in folders:
+        (other / folder.name).mkdir(parents=True)
+        (other / folder.name / f"{NAME}.swapfile").touch()
+    (other / "manifest.json").write_text("{}")
+    assert call(capsys, "list", tmp_path, other)[0]["directories"] == [str(tmp_path), str(other)]
+
+
 def test_directories_that_cannot_be_meant(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, folders: list[Path]
 ) -> None:

@@ -90,6 +90,16 @@ def find_committed(directories: Sequence[Path]) -> list[Committed]:
     return found
 
 
+def has_commit(directory: Path) -> bool:
+    """Whether something is committed there, or in folders of ranks."""
+    return any(directory.glob(_MANIFESTS)) or bool(_ranks_in(directory))
+
+
+def has_files(directory: Path) -> bool:
+    """Whether a run has files there, or in folders of ranks."""
+    return any(any(directory.glob(f"{folder}{SPACE_NAME}.*")) for folder in ("", f"{RANK_PREFIX}*/"))
+
+
 def world_size(manifest: Manifest) -> int:
     """How many ranks the run had, in all copies of the model."""
     layout = manifest.user.get("layout", {})

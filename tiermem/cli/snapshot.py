@@ -21,7 +21,15 @@ from tiermem.checkpoint.pretrained import save_pretrained
 from tiermem.checkpoint.reading import Snapshot, is_snapshot, open_snapshot
 from tiermem.checkpoint.resharding import reshard
 from tiermem.checkpoint.shard import MarkedPages
-from tiermem.cli.committed import Committed, disagreement, find_committed, require_agreement, world_size
+from tiermem.cli.committed import (
+    Committed,
+    disagreement,
+    find_committed,
+    has_commit,
+    has_files,
+    require_agreement,
+    world_size,
+)
 from tiermem.cli.snapshot_report import RankReport, RanksReport, SnapshotReport, WrittenReport, counted
 from tiermem.errors import ConfigError, ResumeError
 from tiermem.runtime.beginning import SPACE_NAME
@@ -129,9 +137,9 @@ def _as_a_whole(paths: Sequence[Path]) -> list[Committed]:
 def _is_snapshot(paths: Sequence[Path]) -> bool:
     """Whether it is about a snapshot. Raises ConfigError for one among other paths."""
     if len(paths) == 1:
-        return is_snapshot(paths[0])
+        return is_snapshot(paths[0]) and not has_commit(paths[0])  # somebody else may name a file like ours
     for path in paths:
-        if is_snapshot(path) and not any(path.glob(f"{SPACE_NAME}.*")):  # somebody else may name a file like ours
+        if is_snapshot(path) and not has_files(path):
             raise ConfigError(
                 f"{path} is a snapshot: expected it alone, or all the swap directories of a run, found "
                 f"{len(paths)} paths"
