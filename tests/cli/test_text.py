@@ -100,6 +100,13 @@ def test_no_text_is_refused(tmp_path: Path) -> None:
         find_texts([Path("/dev/null")])
     with pytest.raises(ConfigError, match=r"--text: expected text in .*, found no file with anything in it"):
         find_texts([tmp_path])
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "a.txt").write_text("text")
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "link").symlink_to("../real")
+    with pytest.raises(ConfigError, match="those behind links to directories: name these one by one"):
+        find_texts([tmp_path / "texts"])
+    assert find_texts([tmp_path / "texts" / "link"]) == [tmp_path / "texts" / "link" / "a.txt"]
 
 
 def test_a_file_that_may_not_be_read_is_refused_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

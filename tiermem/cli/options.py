@@ -172,7 +172,11 @@ LearningRate = Annotated[
 Seed = Annotated[int, whole_option("--seed", least=0, most=2**64 - 1, help="Seed of the weights and the batches.")]
 Text = Annotated[
     list[Path] | None,
-    path_option("--text", help="Text file or directory; repeatable. Default: the Python standard library's sources."),
+    path_option(
+        "--text",
+        help="Text file, or directory, in which hidden files and links to directories are left out; repeatable. "
+        "Default: the Python standard library's sources.",
+    ),
 ]
 TokenizerFile = Annotated[Path | None, path_option("--tokenizer", help="A tokenizer.json. Default: bytes are tokens.")]
 HostMemory = Annotated[

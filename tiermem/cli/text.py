@@ -140,7 +140,8 @@ def batch(source: TokenSource, *, seed: int, number: int, rows: int, length: int
 def find_texts(paths: Sequence[Path]) -> list[Path]:
     """Return the files meant by `paths`: files as they are, directories with all visible files below, sorted.
 
-    But for a run's own, which are there when it is resumed and were not when it began.
+    But for a run's own, which are there when it is resumed and were not when it began. Links to directories are not
+    followed: they may lead upwards, or to the same text again.
     Without paths: the Python standard library's own sources. Raises `ConfigError` naming a path that does not exist or
     a file that may not be read, or if there is nothing to read.
     """
@@ -162,7 +163,8 @@ def find_texts(paths: Sequence[Path]) -> list[Path]:
     if not any(file.stat().st_size for file in found):
         names = ", ".join(map(str, paths))
         raise ConfigError(
-            f"--text: expected text in {names}, found no file with anything in it; hidden ones are left out"
+            f"--text: expected text in {names}, found no file with anything in it; hidden ones are left out, and those "
+            "behind links to directories: name these one by one"
         )
     return found
 
