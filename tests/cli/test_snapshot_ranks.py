@@ -279,6 +279,17 @@ def test_a_file_of_somebody_that_is_named_like_that_of_a_snapshot_makes_none_of_
     assert call(capsys, "list", tmp_path, other)[0]["directories"] == [str(tmp_path), str(other)]
 
 
+def test_nothing_is_not_said_of_folders_that_this_user_may_not_look_into(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are made for their user alone, and a search there finds nothing without a word."""
+    (tmp_path / "rank_00000").mkdir()
+    assert f"nothing is committed in {tmp_path}" in call(capsys, "list", tmp_path, code=1)[1]
+    monkeypatch.setattr("os.access", lambda path, mode: path.name != "rank_00000")  # root may look into all
+    _, error = call(capsys, "list", tmp_path, code=1)
+    assert f"this user may not look into folders of ranks, such as {tmp_path / 'rank_00000'}: ask" in error
+
+
 def test_directories_that_cannot_be_meant(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, folders: list[Path]
 ) -> None:

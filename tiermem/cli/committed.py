@@ -199,6 +199,12 @@ def _look(directories: Sequence[Path]) -> Committed:
                 f"the commit is in {directory}, expected in the first directory, found {directories[0]}: "
                 "give the directories of the run in its order"
             )
+    folders = [each for directory in directories for each in sorted(directory.glob(f"{RANK_PREFIX}*"))]
+    if closed := [each for each in folders if not os.access(each, os.R_OK | os.X_OK)]:
+        raise ResumeError(
+            f"this user may not look into folders of ranks, such as {closed[0]}: ask as the one whose run it is, or "
+            "allow it"
+        )
     raise ResumeError(f"nothing is committed in {named(directories)}")
 
 
