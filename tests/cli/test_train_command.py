@@ -378,7 +378,8 @@ def test_a_commit_of_another_program_is_refused_and_closed(
 
 
 TEXT = 3200  # bytes
-BATCHES = {"seed": 0, "batch": 2, "seq": 32, "accumulate": 1, "text": f"{TEXT} bytes"}
+BATCHES = {"seed": 0, "batch": 2, "seq": 32, "accumulate": 1, "text": f"{TEXT} bytes", "tokenizer": "none"}
+TOKENIZER = json.dumps({"version": "1.0", "model": {"type": "BPE", "vocab": {"x": 0}, "merges": []}})
 
 
 @pytest.mark.parametrize(
@@ -389,6 +390,7 @@ BATCHES = {"seed": 0, "batch": 2, "seq": 32, "accumulate": 1, "text": f"{TEXT} b
         ("--seq", "16", "--seq was 32, is 16"),
         ("--accumulate", "2", "--accumulate was 1, is 2"),
         ("--text", "longer", f"--text was {TEXT} bytes, is {TEXT + 1} bytes"),
+        ("--tokenizer", "x.json", f"--tokenizer was none, is {len(TOKENIZER)} bytes"),
         ("--seed", "0", None),
     ],
 )
@@ -398,6 +400,7 @@ def test_other_batches_than_those_of_the_resumed_training_are_said(
 ) -> None:
     for name, length in (("text", TEXT), ("longer", TEXT + 1)):
         Path(name).write_text("x" * length)
+    Path("x.json").write_text(TOKENIZER)
     plain_core.committed = {"step": 1, "scheduler": SCHEDULER} | ({"batches": BATCHES} if known else {})
     texts = [] if option == "--text" else ["--text", "text"]
     assert main.run([*SHORT, *texts, option, value, "--swap-dir", str(tmp_path), "--resume", "--json"]) == 0

@@ -65,6 +65,7 @@ class TokenSource(Protocol):
 
     vocabulary: int
     corpus: Corpus
+    made_by: str  # which tokenizer makes them, by the size of its file, or none
 
     def sequence(self, generator: np.random.Generator, length: int) -> np.ndarray:
         """Return `length` consecutive tokens (int64) from a place chosen by `generator`."""
@@ -74,6 +75,7 @@ class ByteTokens:
     """Every byte is a token: a vocabulary of 256, and no tokenizer to fetch."""
 
     vocabulary = 256
+    made_by = "none"
 
     def __init__(self, corpus: Corpus) -> None:
         self.corpus = corpus
@@ -101,6 +103,7 @@ class TokenizerTokens:
             raise ConfigError(f"{path} is not a tokenizer.json: {error}") from error
         self.corpus = corpus
         self.path = path
+        self.made_by = f"{path.stat().st_size} bytes"
         # Numbers may be left out, so that there are fewer tokens than the largest number says.
         self.vocabulary = 1 + max(self.tokenizer.get_vocab().values(), default=-1)
 

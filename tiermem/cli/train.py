@@ -53,7 +53,7 @@ SWITCH_SECONDS = 0.0005
 COMMIT_SECONDS = 600.0
 # What is left beside the budget for the C library to be free with. "auto" leaves this where the machine has it.
 _ROOMY = 2 << 30
-# The options that batches follow from, beside the text.
+# The options that batches follow from, beside the text and the tokenizer.
 _BATCHES = ("seed", "batch", "seq", "accumulate")
 WARM_UP_SHARE = 0.1
 FINAL_LR_SHARE = 0.1
@@ -190,8 +190,9 @@ class Training:
         self._committing = self.runtime.commit(record)
 
     def batches(self) -> dict[str, int | str]:
-        """What batches follow from, by the names of options; of the text its size."""
-        return {name: getattr(self.options, name) for name in _BATCHES} | {"text": f"{self.source.corpus.nbytes} bytes"}
+        """What batches follow from, by the names of options; of the text and the tokenizer their sizes."""
+        files = {"text": f"{self.source.corpus.nbytes} bytes", "tokenizer": self.source.made_by}
+        return {name: getattr(self.options, name) for name in _BATCHES} | files
 
     def end_commit(self) -> None:
         """Wait for the commit under way, whose writing is to be reported too. Raises its error."""
