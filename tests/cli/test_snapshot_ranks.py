@@ -114,6 +114,22 @@ def test_all_ranks_are_one_commit(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert (found["world_size"], found["ranks"]["each"], found["nbytes"]) == (RANKS, [], manifest.nbytes)
 
 
+def test_links_to_the_folders_of_ranks_are_taken(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, folders: list[Path]
+) -> None:
+    """Of ranks that have a drive each, nothing but one whole commit can be exported."""
+    for number, folder in enumerate(folders):
+        drive = tmp_path / f"drive {number}"
+        drive.mkdir()
+        folder.rename(drive / folder.name)
+    assert "there is no folder" in call(capsys, "list", tmp_path / "drive 0", code=1)[1]
+    (tmp_path / "all").mkdir()
+    for number, folder in enumerate(folders):
+        (tmp_path / "all" / folder.name).symlink_to(tmp_path / f"drive {number}" / folder.name)
+    found, _ = call(capsys, "verify", tmp_path / "all")
+    assert (found["world_size"], found["files"], found["ranks"]["disagreement"]) == (RANKS, RANKS, None)
+
+
 def test_copies_of_the_model_are_said(capsys: pytest.CaptureFixture[str], tmp_path: Path, folders: list[Path]) -> None:
     for number, folder in enumerate(folders):
         rewrite(folder, as_rank(number, copies=2))
