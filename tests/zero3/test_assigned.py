@@ -226,6 +226,12 @@ def data_of_another_converted(self):
     self.one.weight.data = self.two.weight.data.float()
 
 
+def data_of_its_form_written_before(self):
+    copied = self.one.weight.data.clone()
+    copied[0] *= 2
+    self.one.weight.data = copied.double().float()
+
+
 def data_padded(self):
     self.one.weight.data = nn.functional.pad(self.one.weight.data, (0, 0, 0, 8))
 
@@ -241,6 +247,7 @@ def data_padded(self):
         data_of_its_form,
         data_of_another,
         data_of_another_converted,
+        data_of_its_form_written_before,
         data_padded,
     ],
 )

@@ -164,6 +164,7 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """An operation, called from `frame`, writes into `target`, which has no storage."""
         module, name, bare = self._find(target, frame)
         if module is None or bare is None:
+            self._forms.pop(memory_of(target), None)  # a parameter's values no longer
             return
         writes = writes_of(module, name, bare)
         if is_repeated_anyway(module, frame):
