@@ -232,6 +232,32 @@ def data_of_its_form_written_before(self):
     self.one.weight.data = copied.double().float()
 
 
+def data_turned(self):
+    self.one.weight.data.copy_(torch.arange(576.0).view(24, 24))
+    self.one.weight.data = self.one.weight.data.t()
+
+
+def data_turned_and_copied(self):
+    self.one.weight.data.copy_(torch.arange(576.0).view(24, 24))
+    self.one.weight.data = self.one.weight.data.t().contiguous()
+
+
+def data_of_which_a_part_is_left(self):
+    self.one.weight.data[:, 0] = 1.0
+    self.one.weight.data = self.one.weight.data[1:]
+
+
+def parameter_turned(self):
+    self.one.weight.data.copy_(torch.arange(576.0).view(24, 24))
+    self.one.weight = nn.Parameter(self.one.weight.data.t())
+
+
+def data_of_a_deep_copy_turned(self):
+    self.one.weight.data.copy_(torch.arange(576.0).view(24, 24))
+    self.one = copy.deepcopy(self.one)
+    self.one.weight.data = self.one.weight.data.t()
+
+
 def data_padded(self):
     self.one.weight.data = nn.functional.pad(self.one.weight.data, (0, 0, 0, 8))
 
@@ -248,6 +274,11 @@ def data_padded(self):
         data_of_another,
         data_of_another_converted,
         data_of_its_form_written_before,
+        data_turned,
+        data_turned_and_copied,
+        data_of_which_a_part_is_left,
+        parameter_turned,
+        data_of_a_deep_copy_turned,
         data_padded,
     ],
 )

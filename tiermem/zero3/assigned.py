@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_map
 
 from tiermem.zero3.at_work import is_given, is_repeated_anyway, modules_at_work
 from tiermem.zero3.made import ValueWatch, memory_of
-from tiermem.zero3.writes import Writes, begin_anew, copy_writes, writes_of
+from tiermem.zero3.writes import Writes, begin_anew, copy_writes, is_written, writes_of
 
 _RECONSTRUCT: CodeType = copy._reconstruct.__code__  # type: ignore[attr-defined]  # noqa: SLF001
 _ORTHOGONAL: CodeType = inspect.unwrap(init.orthogonal_).__code__
@@ -90,6 +90,9 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         known = self._known.get(memory_of(bare)) or self._objects.get(id(bare))
         if known is not None and known[0] is module and known[1] == name:
+            if not self._is_whole(bare) and is_written(module, name):
+                writes_of(module, name, bare).lost = "made"
+                self._know(module, name, bare)
             return
         begin_anew(module, name)
         if known is not None:
@@ -125,7 +128,7 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return result
         if name in _CONVERTING and result.is_meta:
             owner = self._owner(memory_of(args[0]))
-            if owner is not None and result.shape == args[0].shape:
+            if owner is not None and result.shape == args[0].shape and self._is_whole(args[0]):
                 self._forms[memory_of(result)] = result, *owner
             if name == "aten::clone":
                 self._note_copy(args[0], result, sys._getframe(1))  # noqa: SLF001
@@ -187,13 +190,20 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def replace(self, target: Any, values: Any, frame: FrameType) -> None:
         """A parameter without storage is about to show other memory without any (`.data =`); `frame`: who does it."""
+        if not (isinstance(values, torch.Tensor) and values.is_meta):
+            return
         module, name, bare = self._objects.get(id(target), (None, "", None))
-        absent = isinstance(values, torch.Tensor) and values.is_meta
-        if module is None or bare is None or bare is not target or not absent:
+        if bare is not target:  # unknown as yet: of a deep copy
+            module, name = self._owner(memory_of(target)) or (None, "")
+            bare = None if module is None else module._parameters.get(name)  # noqa: SLF001 - getattr might compute it
+        if module is None or bare is None or bare is not target:
             return
         memory = memory_of(values)
-        if memory == memory_of(target) or self._owner(memory) == (module, name) or self._is_shown(memory):
-            return  # its own values in another form, or another's: a tie, which `guards` refuse
+        own = memory == memory_of(target) or self._owner(memory) == (module, name)
+        if self._is_shown(memory) and not own:
+            return  # another's: a tie, which `guards` refuse
+        if own and (self._is_whole(values) or not is_written(module, name)):
+            return  # its own values in another form; or turned, or a part of them, before there is anything to lose
         if not is_repeated_anyway(module, frame):
             writes_of(module, name, target).lost = "an assignment to .data"
 
@@ -217,6 +227,15 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _is_shown(self, memory: int) -> bool:
         """Whether that is the memory of a parameter that is known by it."""
         return memory in self._known and memory_of(self._known[memory][2]) == memory
+
+    def _is_whole(self, values: torch.Tensor) -> bool:
+        """Whether what is shown of a parameter, or of a form of its values, is all of it, the way that lies there."""
+        memory, all_of_it = memory_of(values), values
+        if self._is_shown(memory):
+            all_of_it = self._known[memory][2]
+        elif memory in self._forms:
+            all_of_it = self._forms[memory][0]
+        return _place(values) == _place(all_of_it)
 
     def _owner(self, memory: int) -> tuple[nn.Module, str] | None:
         """Whose values these are, in whatever form."""
@@ -297,6 +316,10 @@ def _assignment(values: torch.Tensor) -> Callable[[torch.Tensor], object]:
 
 def _all_equal(values: torch.Tensor) -> bool:
     return values.numel() > 0 and bool((values == values.flatten()[0]).all())
+
+
+def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
 def _targets(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:

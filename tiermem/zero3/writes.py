@@ -45,6 +45,12 @@ def writes_of(module: nn.Module, name: str, bare: torch.Tensor) -> Writes:
     return _records.setdefault(module, {}).setdefault(name, Writes(tuple(bare.stride())))
 
 
+def is_written(module: nn.Module, name: str) -> bool:
+    """Whether there is anything to repeat, or to give the module's parameter."""
+    writes = _records.get(module, {}).get(name)
+    return writes is not None and bool(writes.calls or writes.made)
+
+
 def begin_anew(module: nn.Module, name: str) -> None:
     """Forget what was written into a place: another parameter takes it."""
     _records.get(module, {}).pop(name, None)
