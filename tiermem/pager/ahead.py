@@ -188,7 +188,8 @@ class Ahead:
         with closing(census.writable(tier)) as candidates:
             for use, page in candidates:
                 # Buckets may wait for the end of the step; what comes behind them here is used before that.
-                if use <= beyond or page.key.kind is Kind.TRANSIT or not self._room.send_off(page, tier):
+                waits = tier is Tier.DEVICE and page.key.kind is Kind.TRANSIT
+                if waits or use <= beyond or not self._room.send_off(page, tier):
                     break
 
     def read(self) -> None:

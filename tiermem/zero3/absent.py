@@ -171,8 +171,8 @@ def _refuse_search(absence: Absence, parameter: nn.Parameter, frame: FrameType |
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - or this would ask here again
         lacks = parameter.grad is None  # it is there in a hook after accumulation
     asking = str(frame.f_globals.get("__name__")) if frame is not None else ""
-    would_have = absence.has_gradient(parameter) or absence.had_gradient(parameter)
-    if lacks and would_have and asking.partition(".")[0] not in _MAY_ASK:
+    may_ask = asking.partition(".")[0] in _MAY_ASK
+    if lacks and not may_ask and (absence.has_gradient(parameter) or absence.had_gradient(parameter)):
         warnings.warn(
             "p.grad was asked for and is None, though there is a gradient, or was until a step used it: gradients of "
             "an offloaded model are pages. What changes or measures them in p.grad (clipping by hand, noise, "
