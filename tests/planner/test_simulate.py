@@ -106,6 +106,13 @@ def test_each_tile_takes_its_seconds_besides(design: Design, tile_seconds: float
     )
 
 
+def test_a_tile_that_holds_more_than_any_unit_stays_as_it_is() -> None:
+    # A smaller one was taken, and what it takes less in hand off a budget: where that was the smaller, an error.
+    budget = PlanSettings(host_memory=16 * MIB, tile_nbytes=64 * MIB, update="step")
+    design = make_design(workload([3750, 9000]), MACHINE, budget)
+    assert retiled(design, 2) == design
+
+
 def lru_bytes(design: Design, steps: int) -> int:
     """Bytes that demand paging with LRU reads in the last of some steps, one access of the schedule at a time."""
     sizes = dict(design.pages())

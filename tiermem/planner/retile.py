@@ -25,7 +25,7 @@ def retiled(design: Design, factor: int) -> Design:
     footprint, workload = design.footprint, design.workload
     sizes = unit_sizes(workload, design.settings.division)
     most = max(size.trainable_numel for size in sizes)
-    tile = min(footprint.tile_numel * factor, round_up(most, SMALLEST_TILE))
+    tile = max(footprint.tile_numel, min(footprint.tile_numel * factor, round_up(most, SMALLEST_TILE)))
     itemsize = workload.itemsize + workload.widest_itemsize
     grown = rounded((tile - footprint.tile_numel) * itemsize)
     larger = replace(footprint, tile_numel=tile, reserve=footprint.reserve + grown)
