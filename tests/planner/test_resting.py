@@ -94,10 +94,10 @@ def test_what_can_stay_in_memory_is_not_written_for_an_update_that_may_be_undone
     )
 
     def moved() -> tuple[int, int]:
-        """The fewest bytes read, and written, in one of a few steps."""
+        """The fewest bytes read, and written, in one of eight steps."""
         model = small_llama(words=512, **shape, use_cache=False)
         with tiermem.offload(model, config) as runtime:
-            steps = list(islice(trained(model, runtime), 3, 6))
+            steps = list(islice(trained(model, runtime), 3, 11))
             assert runtime.statistics().total.confirmed > 3, "it does update under backward"
             schedule, _ = runtime._house.steps.plans._followed
             assert schedule.rests == bool(runtime._house.blueprint.resting), "the plan of a step knows what rests"
@@ -115,7 +115,7 @@ def test_what_can_stay_in_memory_is_not_written_for_an_update_that_may_be_undone
     monkeypatch.setattr(blueprint, "resting_units", lambda *_: ())
     read_before, written_before = moved()
     assert chosen[0] > (share - 0.35) * sum(numels), "a good part of the model rests"
-    # Of parameters and states. What stays of the others is decided as it goes, by who asks first; beside other work
-    # 0.88 of it was found.
-    assert written <= written_before - 0.7 * 12 * chosen[0]
+    # Of parameters and states; were nothing spared, the two would be as many. What stays of the others is decided as it
+    # goes, by who asks first: beside much other work 0.94 to 1.12 of it was found, of three steps 0.88.
+    assert written <= written_before - 0.5 * 12 * chosen[0]
     assert read <= read_before + 0.2 * 12 * sum(numels)
