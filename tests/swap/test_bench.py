@@ -365,7 +365,7 @@ def test_an_error_while_starting_ends_the_load(tmp_path: Path) -> None:
         engine.close()
         load = Load(engine, Case("read", "threads", MIB, 1, direct=True), ground.seen([0], direct=True), [MIB])
         load.start([buffer.view], laps=1)
-        assert load.finished.wait(10)
+        assert load.finished.wait(60)
         assert "closed" in str(load.error)
         collect()  # the request that never began still has a view of the buffer
 
