@@ -54,14 +54,14 @@ def test_tiermem_runs_beside_plain_and_its_schedules_agree(run_benchmark: Benchm
 
 
 def test_micro_batches_in_a_loop_and_together_have_the_same_losses(run_benchmark: Benchmark, tmp_path: Path) -> None:
-    results, settings = tmp_path / "results", f"host_memory=8MiB,{FLOAT32},update=forward,moments=int8,accumulate=2"
+    results, settings = tmp_path / "results", f"host_memory=4MiB,{FLOAT32},update=forward,moments=int8,accumulate=2"
     contenders = ["--no-plain", "--tiermem", settings, "--tiermem", f"{settings},vertical=yes"]
     done = run_benchmark(*contenders, "--directory", str(tmp_path), "--results", str(results))
     assert done.returncode == 0, done.stderr
     (raw,) = results.glob("*.json")
     loop, together = json.loads(raw.read_text())["runs"]
     assert loop["losses"] == together["losses"]
-    assert sum(together["details"]["bytes_read"]) <= sum(loop["details"]["bytes_read"])
+    assert sum(together["details"]["bytes_read"]) < 0.8 * sum(loop["details"]["bytes_read"])  # about half as many
 
 
 def test_in_turns_there_are_five_blocks_of_two_steps(run_benchmark: Benchmark, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ STALL = 10.0  # seconds; its grace is 3
 
 MOVE = """
 import pathlib, sys, swap
-settings = swap.EngineSettings(stall_seconds=1.5, block_size=1 << 20, queue_depth=2)
+settings = swap.EngineSettings(stall_seconds=3.0, block_size=1 << 20, queue_depth=2)
 with swap.SwapSpace.open([pathlib.Path(sys.argv[1])], name="r0", nbytes=32 << 20, settings=settings) as space:
     buffers = [swap.AlignedBuffer(4 << 20) for _ in range(8)]
     extents = [space.allocate(4 << 20) for _ in buffers]
@@ -47,11 +47,11 @@ def test_a_process_that_is_stopped_goes_on_where_it_was(tmp_path: Path) -> None:
     assert child.stdout.readline() == "ready\n"
     reader.start()
     try:
-        for pause in range(4):
+        for pause in range(3):
             before = len(seen)
-            time.sleep(0.1 + 0.013 * pause)
+            time.sleep(0.1 + 0.017 * pause)
             child.send_signal(signal.SIGSTOP)
-            time.sleep(3.0)  # longer than silence may last, and than two looks are apart
+            time.sleep(5.0)  # longer than silence may last, and than two looks are apart
             child.send_signal(signal.SIGCONT)
             until = time.monotonic() + 60
             while child.poll() is None and len(seen) < before + 3 and time.monotonic() < until:
