@@ -137,19 +137,37 @@ def test_resuming_where_nothing_was_committed_begins_anew_and_says_so(command: C
     assert "nothing was committed" not in again.stderr
 
 
+# The command, whose last step waits for the signal: that may come at any moment, and never too late.
+ENDLESS = """
+import sys, time
+from tiermem.cli import main
+from tiermem.cli.train import Training
+
+step, last = Training.step, int(sys.argv[sys.argv.index("--steps") + 1]) - 1
+
+def waiting(training, number):
+    while number == last:
+        time.sleep(0.01)
+    return step(training, number)
+
+Training.step = waiting
+main.main()
+"""
+
+
 @pytest.mark.parametrize("when", [("--commit-every", "2"), ("--resume",)])
 def test_a_training_is_resumed_where_it_was_committed(
     command: Command, warm_python: WarmPython, when: tuple[str, ...], tmp_path: Path
 ) -> None:
     common = ("--model", "llama-tiny", "--batch", "1", "--seq", "8", "--host-memory", "4MiB", "--json")
     common += ("--param-dtype", "float32")
-    steps = 40  # far more than are done between two looks at the directory
+    steps = 8
     for name in ("plain", "run"):
         (tmp_path / name).mkdir()
     plain = command("train", *common, "--steps", str(steps), "--swap-dir", str(tmp_path / "plain"))
     losses = [step["loss"] for step in json.loads(plain.stdout)["steps"]]
     run = str(tmp_path / "run")
-    words = [warm_python.path, "-m", "tiermem", "train", *common, "--steps", str(steps), "--swap-dir", run]
+    words = [warm_python.path, "-c", ENDLESS, "train", *common, "--steps", str(steps), "--swap-dir", run]
     with subprocess.Popen([*words, *when], stdout=subprocess.DEVNULL, cwd=ROOT) as process:
         while process.poll() is None and not list((tmp_path / "run").glob("*.manifest")):
             time.sleep(0.01)

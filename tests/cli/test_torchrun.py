@@ -27,7 +27,7 @@ from tiermem.cli.train import train
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = Path(__file__)  # without one, every rank looks for those of the standard library
-STEPS = 12  # more than are done before a process that looks for the first commit gets its turn
+STEPS = 6
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -39,16 +39,33 @@ MODEL = {
     "max_position_embeddings": 64,
     "vocab_size": 256,
 }
+# The command, whose last step before the restart waits for the end of rank 1: it comes at any moment, never too late.
+KILLED = f"""
+import os, time
+from tiermem.cli import main
+from tiermem.cli.train import Training
+
+step = Training.step
+
+def waiting(training, number):
+    while number == {STEPS - 1} and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        time.sleep(0.01)
+    return step(training, number)
+
+Training.step = waiting
+main.main()
+"""
 
 
 def start(python: WarmPython, directory: Path, model: Path) -> subprocess.Popen[str]:
     ranks = [python.path, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
-    ranks += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--monitor-interval", "0.1", "-m", "tiermem"]
+    ranks += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--monitor-interval", "0.1"]
+    (model.parent / "killed.py").write_text(KILLED)
     what = ["train", "--model", str(model), "--steps", str(STEPS), "--batch", "4", "--seq", "16", "--json"]
     what += ["--text", str(TEXT)]
     where = ["--swap-dir", str(directory), "--host-memory", "2MiB", "--param-dtype", "float32"]
     return subprocess.Popen(
-        [*ranks, *what, *where, "--resume", "--commit-every", "1"],
+        [*ranks, str(model.parent / "killed.py"), *what, *where, "--resume", "--commit-every", "1"],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         cwd=ROOT,
         stdout=subprocess.PIPE,
