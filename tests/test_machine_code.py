@@ -14,6 +14,12 @@ from tiermem import machine_code
 SOURCE = "def double(x):\n    return x + x\n"
 
 
+@pytest.fixture(autouse=True)
+def _kept_beside_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever NUMBA_CACHE_DIR says of this environment."""
+    monkeypatch.setattr(numba.config, "CACHE_DIR", "")
+
+
 def from_nowhere() -> Callable[[Any], Any]:
     """A function beside whose file numba finds no place: as of a read-only installation, for a user without a home."""
     namespace: dict[str, Any] = {}
