@@ -103,7 +103,7 @@ with open(sys.argv[1], "w") as file:
 def test_what_is_written_to_closed_streams_goes_nowhere(tmp_path: Path) -> None:
     command = 'exec "$0" -c "$1" "$2" <&- >&- 2>&-'
     arguments = [sys.executable, STANDARD_STREAMS, str(tmp_path / "file")]
-    result = subprocess.run(["sh", "-c", command, *arguments], check=False, capture_output=True, timeout=120)
+    result = subprocess.run(["sh", "-c", command, *arguments], check=False, capture_output=True, timeout=280)
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "file").read_text() == "mine"
 
@@ -159,7 +159,7 @@ def test_names_that_stdout_has_no_letters_for_are_written_all_the_same(
     code += "from tiermem.cli.main import main; main()"
     command = [warm_python.path, "-c", code, "doctor", "--swap-dir", names[0], "--swap-dir", names[1]]
     environment = os.environ | {"COLUMNS": "300"}
-    done = subprocess.run(command, check=False, capture_output=True, timeout=120, env=environment)
+    done = subprocess.run(command, check=False, capture_output=True, timeout=280, env=environment)
     assert done.stderr == b""
     assert (b"/\\xfc" if encoding == "ascii" else b"/\xc3\xbc") in done.stdout
     assert b"/\\udcff" in done.stdout
