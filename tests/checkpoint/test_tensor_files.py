@@ -325,8 +325,9 @@ def test_a_real_limit_of_file_size(tmp_path: Path) -> None:
 
 def still_open(folder: Path) -> list[str]:
     """The files below a folder of which this process has a descriptor."""
-    found = [os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
-    return [name for name in (os.readlink(each) for each in found if os.path.islink(each)) if str(folder) in name]
+    # By `realpath`, which says nothing of a descriptor that another thread has closed since it was listed.
+    found = [os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
+    return [path for path in found if str(folder) in path]
 
 
 def test_a_file_whose_header_cannot_be_written_is_closed(tmp_path: Path) -> None:
