@@ -475,7 +475,7 @@ def test_memory_while_streaming_is_the_budget_and_one_tensor(tmp_path: Path) -> 
     values["5.weight"] += 1e-6  # not what bfloat16 holds: there are states, too
     save_file(values, tmp_path / "file.safetensors")
     arguments = [sys.executable, "-c", STREAMED, str(tmp_path), str(units), "file.safetensors"]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120, cwd=ROOT, check=False)
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=280, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
     loaded, saved, copied = map(int, done.stdout.split())
     budget = 24 << 20
