@@ -115,6 +115,24 @@ def test_a_head_has_a_prefix_that_its_base_has_not(
     assert (taken(found), found.surplus) == (expected, surplus)
 
 
+@pytest.mark.parametrize(
+    ("names", "heads", "surplus"),
+    [
+        (["base.a", "other.a", "other.b"], ["other.a", "other.b"], []),
+        (["base.a", "head.b", "base.b"], [], ["head.b", "base.b"]),
+        (["other.a"], [], ["other.a"]),  # of another model altogether
+        (["a", "other.a"], [], ["other.a"]),  # of a base alone
+    ],
+)
+def test_the_head_of_another_model_is_too_much_only_where_nothing_may_be_missing(
+    names: list[str], heads: list[str], surplus: list[str]
+) -> None:
+    found = match([wanted("base.a"), wanted("head.a")], file(*names), Rules("base"))
+    assert (found.heads, found.surplus) == (heads, surplus)
+    assert all(name in found.problems() for name in heads)
+    assert found.problems(partial=True) == (f"not in the model: {', '.join(surplus)}" if surplus else "")
+
+
 def test_of_several_that_become_a_parameter_its_own_name_is_taken_and_what_is_as_it_is() -> None:
     renamed = {"old": Origin("old", "w"), "w": Origin("w", "w")}
     found = match([wanted("w")], file("old", "w"), Rules(), renamed)

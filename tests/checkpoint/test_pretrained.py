@@ -21,6 +21,7 @@ from transformers import (
     GPT2Model,
     LlamaConfig,
     LlamaForCausalLM,
+    LlamaForSequenceClassification,
     WhisperConfig,
     WhisperModel,
 )
@@ -325,6 +326,27 @@ def test_the_prefix_of_a_base_model_is_added_and_removed(tmp_path: Path) -> None
     with runtime:
         assert torch.equal(runtime.parameter(model.ln_f.weight), head.transformer.ln_f.weight)
         assert torch.equal(runtime.parameter(model.wpe.weight), head.transformer.wpe.weight)
+
+
+def test_a_classifier_begins_with_a_language_model(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    whole = llama()
+    whole.save_pretrained(tmp_path / "whole")
+
+    def classifier() -> LlamaForSequenceClassification:
+        return LlamaForSequenceClassification(whole.config)
+
+    message = (
+        r"missing.*: score\.weight; not in the model: lm_head\.weight; pass init= to have what is missing .* left out"
+    )
+    with pytest.raises(tiermem.ConfigError, match=message):
+        offloaded(classifier, tmp_path / "swap", weights=tmp_path / "whole")
+    init = classifier()._init_weights
+    model, runtime = offloaded(classifier, tmp_path / "swap", weights=tmp_path / "whole", init=init)
+    with runtime:
+        for name, expected in whole.model.named_parameters():
+            assert torch.equal(runtime.parameter(model.model.get_parameter(name)), expected)
+        assert 0.0 < runtime.parameter(model.score.weight).std() < 0.1
 
 
 def test_everything_that_does_not_fit_is_named_in_one_error(tmp_path: Path) -> None:

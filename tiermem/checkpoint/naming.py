@@ -49,12 +49,14 @@ class Match:
 
     `incomplete`: pieces missing of what is there in part, which is never left to an initialisation. `copies`: what the
     file has besides under other names of a tied parameter, after what is taken; `untied`: those of other values.
+    `heads`: what belongs to heads of another model around the same base.
     """
 
     found: dict[str, tuple[Piece, ...]] = field(default_factory=dict, init=False)
     missing: list[str] = field(default_factory=list, init=False)
     incomplete: list[str] = field(default_factory=list, init=False)
     surplus: list[str] = field(default_factory=list, init=False)
+    heads: list[str] = field(default_factory=list, init=False)
     shapes: list[str] = field(default_factory=list, init=False)
     kinds: list[str] = field(default_factory=list, init=False)
     obstacles: list[str] = field(default_factory=list, init=False)
@@ -63,10 +65,10 @@ class Match:
     untied: list[str] = field(default_factory=list, init=False)
 
     def problems(self, *, partial: bool = False) -> str:
-        """All of it in one sentence, empty if everything fits; with `partial` nothing is missing."""
+        """All of it in one sentence, empty if everything fits; with `partial` nothing is missing, no head surplus."""
         kinds = {
             "missing from the file": [*([] if partial else self.missing), *self.incomplete],
-            "not in the model": self.surplus,
+            "not in the model": [*([] if partial else self.heads), *self.surplus],
             "of another shape": self.shapes,
             "of another kind": self.kinds,
             "to be converted by an operation that cannot be streamed": self.obstacles,
@@ -100,16 +102,19 @@ def match(
         elif wanted.required and not _matches(wanted.names, rules.may_miss):
             missing.append(wanted)
     left = [
-        member
+        (own, member)
         for own, members in by_own.items()
         if own not in known
         for member in members
         if not _matches([own, member.name], (*rules.may_be_left_over, *_OBSOLETE))
     ]
+    heads = _heads(by_own, known, rules.prefix)
     result.missing = [wanted.names[0] for wanted in missing]
-    result.surplus = list(dict.fromkeys([*(member.name for member in left), *result.surplus]))
+    result.heads = list(dict.fromkeys(member.name for own, member in left if own in heads))
+    surplus = (member.name for own, member in left if own not in heads)
+    result.surplus = list(dict.fromkeys([*surplus, *result.surplus]))
     for wanted in missing:
-        alike = [member.name for member in left if tensors[member.name].shape == wanted.shape]
+        alike = [member.name for _, member in left if tensors[member.name].shape == wanted.shape]
         near = difflib.get_close_matches(wanted.names[0], alike, n=1, cutoff=0.4)
         result.renamed.extend(f"{name} for {wanted.names[0]}" for name in near)
     return result
@@ -199,6 +204,14 @@ def _own_names(tensors: Iterable[str], known: Mapping[str, Expected], prefix: st
         name: name if name in known else name.removeprefix(start) if name.startswith(start) else None for name in plain
     }
     return max((plain, added, removed), key=lambda names: sum(name in known for name in names.values()))
+
+
+def _heads(there: Collection[str], known: Collection[str], prefix: str) -> set[str]:
+    """What lies beside a base of which some is there, in parts of which the model has none."""
+    if not any(name in known and name.startswith(f"{prefix}.") for name in there):
+        return set()
+    parts = {name.partition(".")[0] for name in known}
+    return {name for name in there if name.partition(".")[0] not in parts}
 
 
 def _matches(names: Iterable[str], patterns: Iterable[str]) -> bool:

@@ -92,7 +92,7 @@ def open_weights(
     """Look at the headers of a safetensors file, or of a Hugging Face folder, and at how they fit `model`.
 
     Values are read by `loader`, which is the caller's to close. With `partial` parameters may be missing: somebody else
-    gives them values.
+    gives them values. Heads of another model around the same base are left out then.
 
     Raises:
         ConfigError: there is nothing to read, or it does not fit the model; names everything that does not.
@@ -108,7 +108,7 @@ def open_weights(
         result.untied = _untied(result, tensors)
     problems = result.problems(partial=partial)
     if problems:
-        advice = "; pass init= to have what is missing initialised" if result.missing and not partial else ""
+        advice = "" if partial else _advice_on_init(result)
         if result.untied:
             advice += "; build the model untied (tie_word_embeddings=False in its configuration), as these were trained"
         if result.obstacles:
@@ -119,6 +119,12 @@ def open_weights(
         generation_beside(model, path),
         loader,
     )
+
+
+def _advice_on_init(result: Match) -> str:
+    helps = {"what is missing initialised": result.missing, "heads that the model has not left out": result.heads}
+    said = " and ".join(what for what, names in helps.items() if names)
+    return f"; pass init= to have {said}" if said else ""
 
 
 def _untied(result: Match, tensors: Mapping[str, tuple[TensorFile, TensorInfo]]) -> list[str]:
