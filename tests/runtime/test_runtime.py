@@ -417,6 +417,21 @@ def test_gradients_grow_over_backwards_and_end_with_the_step(tmp_path):
         assert runtime.gradient(both.model.shift) is None
 
 
+def test_gathering_what_does_not_fit_together_says_what_all_of_it_takes(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
+    least = least_budget(model, tmp_path)
+    with tiermem.offload(model, config_for(tmp_path, least, "step"), coalesce=0) as runtime:
+        message = r"8 units are to be gathered .* takes (\d+) bytes: gather fewer .* HOST has no room for"
+        with pytest.raises(tiermem.CapacityError, match=message) as caught, runtime.gathered(model):
+            pass
+        together = int(re.search(message, str(caught.value))[1])
+        assert sum(each.numel() * 4 for each in model.parameters()) <= together <= 8 * 65 * 64 * 4 * 1.1
+        for layer in model:
+            with runtime.gathered(layer):
+                assert not layer.weight.isnan().any()
+
+
 @UPDATES
 def test_gathered_lends_real_storage_for_reading(update, tmp_path):
     both = Both(Stack, tmp_path, update)

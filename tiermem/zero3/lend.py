@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
+from tiermem.errors import CapacityError
 from tiermem.interrupts import empty_all_frames
 from tiermem.zero3.engine import outside_inference
 from tiermem.zero3.gather import Gatherer, Presence
@@ -36,7 +37,8 @@ def lend(
     `needed(unit)` is called before, and waits for updates. With `written` the body may write: afterwards it is called
     with (unit, slot, values: 1-D in memory order, the slot's dtype, CPU) for every parameter whose bytes changed.
     `watched`: the body is not ours, and may write without permission where torch does not notice (`parameter.data`).
-    Raises TiermemError for that, or if a unit to be written is in use, and what the pager raises.
+    Raises TiermemError for that, or if a unit to be written is in use, and what the pager raises; in a CapacityError
+    with what all of them take.
     """
 
     def let_go(unit: int) -> None:
@@ -64,7 +66,7 @@ def lend(
         for unit in units:
             if gatherer.presence(unit) is Presence.SHARDED:
                 needed(unit)
-            base = gatherer.gather(unit, writable=written is not None)
+            base = _take(gatherer, layouts, units, unit, writable=written is not None)
             gatherer.hold(unit, lent=True)
             last.callback(let_go, unit)
             if written is not None:
@@ -74,6 +76,22 @@ def lend(
                     _refuse_written, layouts[unit], base, [sum_of_bits(base, slot) for slot in layouts[unit].slots]
                 )
         yield
+
+
+def _take(
+    gatherer: Gatherer, layouts: Sequence[UnitLayout], units: Sequence[int], unit: int, *, writable: bool
+) -> torch.Tensor:
+    """Gather one of `units`; where there is no room beside the others, say what all of them take."""
+    try:
+        return gatherer.gather(unit, writable=writable)
+    except CapacityError as error:
+        if len(units) == 1:
+            raise
+        together = sum(layouts[each].nbytes for each in units)
+        raise CapacityError(
+            f"{len(units)} units are to be gathered at the same time, which takes {together} bytes: gather "
+            f"fewer at a time (module by module), or raise the budget. {error}"
+        ) from error
 
 
 def copies(
