@@ -1,10 +1,12 @@
 """What comes for a unit after its update has begun, and cannot be served any more.
 
-Owns the errors. Does not know updates, nor when they begin. Guarantees that each names a parameter and the way out.
+Owns the errors, and the warning of who looks too early. Does not know updates, nor when they begin. Guarantees that
+each names the way out.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Container, Iterable, Mapping
 
 from torch import nn
@@ -25,19 +27,31 @@ def late_gradient(parameter: int, slots: Mapping[int, tuple[int, Slot]]) -> Tier
     )
 
 
-def refuse_late_read(
-    read: Iterable[nn.Parameter], updated: Container[int], slots: Mapping[int, tuple[int, Slot]]
+def look_at_updated(
+    read: Iterable[nn.Parameter],
+    updated: Container[int],
+    slots: Mapping[int, tuple[int, Slot]],
+    *,
+    backward: bool,
 ) -> None:
     """Raise TiermemError if one of `read` is `updated`, by its global number: one that is frozen beside it may be read.
 
-    It is read in backward, by what no graph has told of. `slots`: as of the gatherer.
+    In `backward`, where it is read by what no graph has told of; else, before the step, warn. `slots`: the gatherer's.
     """
-    for parameter in read:
-        found = slots.get(id(parameter))
-        if found is not None and found[1].parameter in updated:
-            raise TiermemError(
-                f"{found[1].names[0]} is read in backward after its update has begun, and would give the values of the "
-                f"next step: {_COMPLETE}, and what no graph has saved. Either {_MORE}, or it is read by what no graph "
-                "tells of: a hook, a `ctx` (other than by save_for_backward), a checkpointed function that detaches "
-                f"parameters. {_INSTEAD}"
-            )
+    found = (slots.get(id(parameter)) for parameter in read)
+    name = next((each[1].names[0] for each in found if each is not None and each[1].parameter in updated), None)
+    if name is None:
+        return
+    if backward:
+        raise TiermemError(
+            f"{name} is read in backward after its update has begun, and would give the values of the "
+            f"next step: {_COMPLETE}, and what no graph has saved. Either {_MORE}, or it is read by what no graph "
+            "tells of: a hook, a `ctx` (other than by save_for_backward), a checkpointed function that detaches "
+            f"parameters. {_INSTEAD}"
+        )
+    warnings.warn(
+        f"the model was called between backward and step, and computes with values of after the step: {_COMPLETE}. "
+        f"Call it behind optimizer.step(). {_INSTEAD}",
+        RuntimeWarning,
+        stacklevel=2,
+    )

@@ -31,7 +31,7 @@ from tiermem.zero3.gather import Gatherer, Presence
 from tiermem.zero3.guards import all_gathered
 from tiermem.zero3.handles import SavedTensorHooks
 from tiermem.zero3.hooks import AfterCall, BeforeCall, LastHook, OutputHook, may_checkpoint_itself, watch_gradient
-from tiermem.zero3.late import late_gradient, refuse_late_read
+from tiermem.zero3.late import late_gradient, look_at_updated
 from tiermem.zero3.lockstep import Lockstep
 from tiermem.zero3.neighbours import Gradients, Listener
 from tiermem.zero3.order import OrderRecorder, Phase
@@ -202,9 +202,9 @@ class GatherScheduler:
             self._gatherer.hold(unit)
             call.units.append(unit)
             # Of micro-batches that go through together checkpoints compute again what nobody reads then.
-            if backward and self._touched.get(unit) and self.lockstep is None:
+            if self._touched.get(unit) and self.lockstep is None:
                 parameters = module.parameters() if module is not None else read
-                refuse_late_read(parameters, self.gradients.numbers(unit), self._gatherer.slots)
+                look_at_updated(parameters, self.gradients.numbers(unit), self._gatherer.slots, backward=backward)
         if torch.is_grad_enabled():
             call.pushed = self.saved.enter(beside_others=module is None)
 
