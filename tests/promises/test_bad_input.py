@@ -930,6 +930,15 @@ def test_a_refused_run_leaves_plain_training_as_it_was(tmp_path):
 # Models that cannot be served, and values that would be lost.
 
 
+def test_complex_parameters_that_are_to_be_trained_are_refused(tmp_path):
+    model = nn.Sequential(nn.Linear(8, 8))
+    model.turns = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    with refused(
+        tiermem.ConfigError, "turns is torch.complex64 .* store its parts as real parameters", model, tmp_path
+    ):
+        offload(model, tmp_path)
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")
 @pytest.mark.parametrize("make", [torch.jit.script, lambda part: torch.jit.trace(part, torch.ones(2, 8))])
 def test_a_scripted_part_is_refused(tmp_path, make):
