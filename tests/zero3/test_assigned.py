@@ -569,3 +569,62 @@ def test_a_parameter_that_was_converted_can_still_be_tied():
         model = Tied()
     assert Sharded(model).value("one.weight").std() > 0
     assert model.two.weight is model.one.weight
+
+
+def of_a_module_outside(self):
+    template = nn.Linear(24, 24)
+    nn.init.constant_(template.weight, 3.0)
+    self.two.weight = template.weight
+    self.two.weight.data.mul_(2)
+
+
+def of_a_module_taken_out(self):
+    nn.init.constant_(self.one.weight, 6.0)
+    weight, self.one = self.one.weight, nn.Identity()
+    self.two.weight = nn.Parameter(weight.detach(), requires_grad=False)
+
+
+def tied_and_tied_no_longer(self):
+    nn.init.constant_(self.one.weight, 5.0)
+    self.two.weight = self.one.weight
+    self.one.weight = nn.Parameter(torch.ones(24, 24))
+    nn.init.constant_(self.two.weight, 6.0)
+
+
+def in_each_others_place(self):
+    nn.init.constant_(self.one.weight, 6.0)
+    nn.init.constant_(self.two.weight, 1.0)
+    self.one.weight, self.two.weight = self.two.weight, self.one.weight
+
+
+@pytest.mark.parametrize(
+    "write", [of_a_module_outside, of_a_module_taken_out, tied_and_tied_no_longer, in_each_others_place]
+)
+def test_a_parameter_takes_what_was_written_into_it_to_another_place(write):
+    found = deferred(write)
+    assert (found.value("two.weight") == 6.0).all()
+    assert write in (of_a_module_outside, of_a_module_taken_out) or (found.value("one.weight") == 1.0).all()
+
+
+def test_what_was_written_into_tied_parameters_is_repeated_once():
+    def write(self):
+        nn.init.constant_(self.one.weight, 2.0)
+        self.two.weight = self.one.weight
+        self.one.weight.data.mul_(3)
+        self.two.weight.data.add_(1)
+
+    assert (deferred(write).value("one.weight") == 7.0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_part_of_the_values_that_a_parameter_was_made_of_is_named(dtype):
+    """It was an error of torch's, about sizes."""
+
+    def part(self):
+        self.made = nn.Parameter(torch.arange(16.0).view(4, 4))
+        self.to(dtype)
+        self.made = nn.Parameter(self.made[1:])
+
+    with pytest.raises(ConfigError, match=r"parameter made was written under deferred_init"):
+        deferred(part)
+    assert (deferred(lambda self: (part(self), self.made.data.fill_(2.0))).value("made") == 2.0).all()

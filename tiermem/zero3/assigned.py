@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_map
 
 from tiermem.zero3.at_work import is_given, is_repeated_anyway, modules_at_work
 from tiermem.zero3.made import ValueWatch, memory_of
-from tiermem.zero3.writes import Writes, begin_anew, copy_writes, is_written, writes_of
+from tiermem.zero3.writes import Writes, begin_anew, copy_writes, share_writes, writes_of
 
 _RECONSTRUCT: CodeType = copy._reconstruct.__code__  # type: ignore[attr-defined]  # noqa: SLF001
 _ORTHOGONAL: CodeType = inspect.unwrap(init.orthogonal_).__code__
@@ -80,6 +80,7 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._constants: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         # The values of parameters in other forms, by memory, and whose those are: on their way to be their `.data`.
         self._forms: dict[int, tuple[torch.Tensor, nn.Module, str]] = {}
+        self._writes: dict[int, Writes] = {}  # by identity, too: a place may be another parameter's by now
         self._watch = ValueWatch()
 
     def register(self, module: nn.Module, name: str, bare: nn.Parameter, values: torch.Tensor | None) -> None:
@@ -88,24 +89,28 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         They are kept if it takes another's place, or an embedding was given them. Those that a module makes, its
         initialisation makes again, as a rule: they are kept if they are known to be values and take little.
         """
-        known = self._known.get(memory_of(bare)) or self._objects.get(id(bare))
+        memory = memory_of(bare)  # which may have been another's, before a conversion
+        known = self._known[memory] if self._is_shown(memory) else self._objects.get(id(bare))
         if known is not None and known[0] is module and known[1] == name:
-            if not self._is_whole(bare) and is_written(module, name):
-                writes_of(module, name, bare).lost = "made"
-                self._know(module, name, bare)
+            if not self._is_whole(bare) and self._writes[id(known[2])].is_any:
+                self._know(module, name, bare).lose("made")
             return
         begin_anew(module, name)
-        if known is not None:
-            return  # a tie: the record stays where the parameter came first
-        self._know(module, name, bare)
+        if known is not None:  # a tie, or taken from a module that may not be in the model
+            writes = self._writes[id(known[2])]
+            if self._is_whole(bare):
+                share_writes(module, name, writes)
+            elif writes.is_any:
+                writes_of(module, name, bare).lose("made")
+            return
+        writes = self._know(module, name, bare)
         first = module._parameters.get(name) is None  # noqa: SLF001 - getattr might compute it
         if first and not is_given(module, sys._getframe(1)):  # noqa: SLF001 - documented
             if values is not None and self._watch.has_values(values):
-                self._keep(writes_of(module, name, bare), values.detach())
+                self._keep(writes, values.detach())
             return
-        writes = writes_of(module, name, bare)
         if values is None:
-            writes.lost = "made"
+            writes.lose("made")
         else:
             writes.calls.append(_assignment(values.detach()))
 
@@ -144,11 +149,8 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if frame is None or not isinstance(frame.f_locals["x"], nn.Module):
             return
         copied, made = frame.f_locals["x"], frame.f_locals["y"]
-        # A tie's record is where the parameter came first.
-        first = self._known.get(memory_of(original), (copied, "", None))
         for attribute, parameter in copied._parameters.items():  # noqa: SLF001
             if parameter is not None and memory_of(parameter) == memory_of(original):
-                copy_writes(first[0], first[1], made, attribute)
                 copy_writes(copied, attribute, made, attribute)
                 self._forms[memory_of(result)] = result, made, attribute
 
@@ -165,11 +167,11 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def note(self, target: torch.Tensor, operation: _Operation, frame: FrameType) -> None:
         """An operation, called from `frame`, writes into `target`, which has no storage."""
-        module, name, bare = self._find(target, frame)
+        module, _, bare = self._find(target, frame)
         if module is None or bare is None:
             self._forms.pop(memory_of(target), None)  # a parameter's values no longer
             return
-        writes = writes_of(module, name, bare)
+        writes = self._writes[id(bare)]
         if is_repeated_anyway(module, frame):
             writes.clear()
             return
@@ -202,10 +204,11 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         own = memory == memory_of(target) or self._owner(memory) == (module, name)
         if self._is_shown(memory) and not own:
             return  # another's: a tie, which `guards` refuse
-        if own and (self._is_whole(values) or not is_written(module, name)):
+        writes = self._writes.get(id(target)) or writes_of(module, name, target)
+        if own and (self._is_whole(values) or not writes.is_any):
             return  # its own values in another form; or turned, or a part of them, before there is anything to lose
         if not is_repeated_anyway(module, frame):
-            writes_of(module, name, target).lost = "an assignment to .data"
+            writes.lose("an assignment to .data")
 
     def _take(self, each: Any, bare: nn.Parameter, writes: Writes) -> Any:
         """What is kept of an argument: the place of the parameter's own elements, a copy of other values."""
@@ -221,8 +224,10 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         writes.needs_stride |= not whole
         return _View(tuple(each.shape), tuple(each.stride()), int(each.storage_offset()), whole)
 
-    def _know(self, module: nn.Module, name: str, bare: nn.Parameter) -> None:
+    def _know(self, module: nn.Module, name: str, bare: nn.Parameter) -> Writes:
+        """Note that this parameter is, or is about to be, in that place; returns the record of it."""
         self._known[memory_of(bare)] = self._objects[id(bare)] = module, name, bare
+        return self._writes.setdefault(id(bare), writes_of(module, name, bare))
 
     def _is_shown(self, memory: int) -> bool:
         """Whether that is the memory of a parameter that is known by it."""

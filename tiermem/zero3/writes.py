@@ -8,7 +8,7 @@ error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -31,10 +31,19 @@ class Writes:
     lost: str | None = None
     needs_stride: bool = False
 
+    @property
+    def is_any(self) -> bool:
+        """Whether there is anything to repeat, or to give the parameter."""
+        return bool(self.calls or self.made)
+
     def clear(self) -> None:
         """Nothing is left of what was written before."""
         self.calls.clear()
         self.lost, self.needs_stride = None, False
+
+    def lose(self, what: str) -> None:
+        """The parameter is made of values that were not there: what it was made of before may have another shape."""
+        self.lost, self.made = what, None
 
 
 _records: MutableMapping[nn.Module, dict[str, Writes]] = WeakIdKeyDictionary()
@@ -45,15 +54,14 @@ def writes_of(module: nn.Module, name: str, bare: torch.Tensor) -> Writes:
     return _records.setdefault(module, {}).setdefault(name, Writes(tuple(bare.stride())))
 
 
-def is_written(module: nn.Module, name: str) -> bool:
-    """Whether there is anything to repeat, or to give the module's parameter."""
-    writes = _records.get(module, {}).get(name)
-    return writes is not None and bool(writes.calls or writes.made)
-
-
 def begin_anew(module: nn.Module, name: str) -> None:
     """Forget what was written into a place: another parameter takes it."""
     _records.get(module, {}).pop(name, None)
+
+
+def share_writes(module: nn.Module, name: str, writes: Writes) -> None:
+    """A parameter comes into a further place: what is written into it counts there, wherever it was written first."""
+    _records.setdefault(module, {})[name] = writes
 
 
 def copy_writes(module: nn.Module, name: str, copy: nn.Module, as_name: str) -> None:
@@ -79,14 +87,22 @@ def give_made(module: nn.Module, attribute: str, values: torch.Tensor) -> bool:
     return True
 
 
-def repeat_writes(module: nn.Module, attribute: str, values: torch.Tensor, *, name: str) -> None:
-    """Write into `values`, those of the module's parameter, what was written into it before it had storage.
+def repeat_writes(places: Iterable[tuple[nn.Module, str, str]], values: torch.Tensor) -> None:
+    """Write into `values`, those of a parameter, what was written into it before it had storage, once.
 
-    Raises ConfigError, with `name` and the operation, where that cannot be repeated.
+    `places`: modules that have it, with its attribute and its name there. Raises ConfigError, with a name and the
+    operation, where that cannot be repeated.
     """
-    writes = _records.get(module, {}).get(attribute)
-    if writes is None:
-        return
+    found: dict[int, tuple[Writes, str]] = {}
+    for module, attribute, name in places:
+        writes = _records.get(module, {}).get(attribute)
+        if writes is not None:
+            found.setdefault(id(writes), (writes, name))
+    for writes, name in found.values():
+        _repeat(writes, values, name)
+
+
+def _repeat(writes: Writes, values: torch.Tensor, name: str) -> None:
     moved = writes.needs_stride and tuple(values.stride()) != writes.stride
     if writes.lost is not None or moved:
         reason = "it lies differently in memory now" if moved else f"{writes.lost} of values that were not there"
