@@ -135,6 +135,22 @@ class ComputingAgain(nn.Linear):
             torch.randn(3, 3) + torch.empty(3, 3, device="meta")
 
 
+def test_values_that_a_module_has_beside_absent_ones_stay():
+    """Its initialisation, which is called for those, writes all of them."""
+    pretrained, tied = nn.Linear(4, 4), nn.Linear(4, 4)
+    for parameter in (*pretrained.parameters(), *tied.parameters()):
+        nn.init.constant_(parameter, 7.0)
+    with deferred_init():
+        pretrained.bias = nn.Parameter(torch.full((4,), 3.0))
+        tied.bias = pretrained.bias
+        model = nn.Sequential(pretrained, tied, nn.Linear(4, 4))
+    sharded = Sharded(model)
+    assert (sharded.value("0.weight") == 7.0).all()
+    assert (sharded.value("0.bias") == 3.0).all()
+    assert (sharded.value("1.weight") == 7.0).all()
+    assert sharded.value("2.weight").std() > 0
+
+
 def test_an_error_of_an_initialisation_says_what_it_was_about():
     """torch's own speaks of devices only, as for spectral_norm under deferred_init."""
     with deferred_init():

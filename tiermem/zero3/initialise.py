@@ -22,7 +22,7 @@ from torch import nn
 
 from tiermem.errors import ConfigError
 from tiermem.zero3.at_work import own_init
-from tiermem.zero3.placeholder import marker_value
+from tiermem.zero3.placeholder import is_placeholder, marker_value
 from tiermem.zero3.units import Place
 
 Init = Callable[[nn.Module], object]
@@ -57,6 +57,8 @@ class Initialiser:
         below = list(_children_first(root))
         buffers = [made for module in below if id(module) in owners for made in self._give_buffers_storage(module)]
         above = self._parents.get(id(root), []) if self._deferred else []
+        # What a module has besides, with values of its own, is written by its initialisation, too, and is to stay.
+        present = list(_present(below, fresh)) if self._init is None else []
         with torch.no_grad(), ExitStack() as stack:
             for module, attribute in self._tied_later if self._init is None else ():
                 if (id(module), attribute) not in owned:  # else what is tied comes first in the model: it is this one
@@ -66,6 +68,8 @@ class Initialiser:
             left = {id(module) for module in below if id(module) in owners and _has_marks(module)}
             if left and self._init is None:
                 self._call(below, above, owners, left)
+            for parameter, values in present:
+                parameter.copy_(values)
         self._require_values(buffers)
 
     def _call(self, below: list[nn.Module], above: list[nn.Module], owners: set[int], reset_first: set[int]) -> None:
@@ -160,6 +164,16 @@ def _tied_later(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
                 yield module.get_submodule(path), attribute
             except AttributeError:  # a part that this model was built without
                 continue
+
+
+def _present(modules: Sequence[nn.Module], fresh: Sequence[Place]) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+    """The parameters beside `fresh` ones that have values, with a copy of these."""
+    owners = {id(place.module) for place in fresh}
+    known = {id(place.module._parameters[place.attribute]) for place in fresh}  # noqa: SLF001 - as in `_untie`
+    for parameter in (each for module in modules if id(module) in owners for each in module.parameters(recurse=False)):
+        if id(parameter) not in known and not parameter.is_meta and not is_placeholder(parameter):
+            known.add(id(parameter))
+            yield parameter, parameter.detach().clone()
 
 
 def _untie(module: nn.Module, attribute: str) -> Callable[[], None]:

@@ -186,8 +186,8 @@ class Materializer:
         if any(member.number in absent for member in missing):
             initialiser.run(root, [member.places[0] for member in fresh])
             for member in fresh if self.init is None else ():
-                places = ((place.module, place.attribute, place.name) for place in member.places)
-                repeat_writes(places, parameters[member.number].data)
+                named = ((place.module, place.attribute, place.name) for place in member.places)
+                repeat_writes(named, parameters[member.number].data)
             if self.weights is not None:
                 for member in members:  # the initialisation of a module writes all of its parameters
                     self._load(member, parameters[member.number])
