@@ -432,6 +432,21 @@ def test_gathering_what_does_not_fit_together_says_what_all_of_it_takes(tmp_path
                 assert not layer.weight.isnan().any()
 
 
+@pytest.mark.parametrize("by", ["the model's zero_grad", "hand"])
+def test_who_clears_gradients_that_are_used_up_is_warned_of_none(by, tmp_path):
+    both = Both(Stack, tmp_path, "step")
+    with both.runtime:
+        for _ in range(2):
+            tokens_batch(both.model).backward()
+            both.optimizer.step()
+            if by == "hand":
+                for parameter in both.model.parameters():
+                    parameter.grad = None
+            else:
+                both.model.zero_grad()
+            assert all(parameter.grad is None for parameter in both.model.parameters())  # warnings are errors here
+
+
 @UPDATES
 def test_gathered_lends_real_storage_for_reading(update, tmp_path):
     both = Both(Stack, tmp_path, update)

@@ -288,7 +288,12 @@ def _tell_of_gradients(gatherer: Gatherer, ledger: GradientLedger, coordinator: 
         place = gatherer.slots.get(id(parameter))
         return place is not None and place[1].parameter in ledger.used
 
+    def is_cleared(parameter: nn.Parameter) -> None:
+        if (place := gatherer.slots.get(id(parameter))) is not None:
+            ledger.used.discard(place[1].parameter)
+
     gatherer.absence.has_gradient, gatherer.absence.had_gradient = has_gradient, had_gradient
+    gatherer.absence.is_cleared = is_cleared
     gatherer.absence.is_clipped = lambda: any(each.max_grad_norm is not None for each in coordinator.optimizers())
 
 

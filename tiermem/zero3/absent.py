@@ -60,6 +60,8 @@ class Absence:
         # as it still would have in plain PyTorch; whether an optimizer clips by itself.
         self.has_gradient: Callable[[nn.Parameter], bool] = lambda _: False
         self.had_gradient: Callable[[nn.Parameter], bool] = lambda _: False
+        # It is cleared by hand, or by the model's `zero_grad`: it would be None in plain PyTorch, too.
+        self.is_cleared: Callable[[nn.Parameter], object] = lambda _: None
         self.is_clipped: Callable[[], bool] = lambda: False
         self._kinds: dict[type, type[_Absent]] = {}
         self._marked: dict[int, nn.Parameter] = {}
@@ -109,9 +111,11 @@ class _Absent:
             _refuse_search(cls.absence, args[0], sys._getframe().f_back)  # noqa: SLF001 - documented
         elif function == _DEVICE.__get__:
             _refuse_division(sys._getframe().f_back)  # noqa: SLF001 - documented
-        elif function == _GRAD.__set__ and args[1] is None and cls.absence.has_gradient(args[0]):
-            instead = "optimizer.zero_grad(), or for some parameters requires_grad_(False) before forward"
-            raise _nothing_found("p.grad = None", instead, args[0])
+        elif function == _GRAD.__set__ and args[1] is None:
+            if cls.absence.has_gradient(args[0]):
+                instead = "optimizer.zero_grad(), or for some parameters requires_grad_(False) before forward"
+                raise _nothing_found("p.grad = None", instead, args[0])
+            cls.absence.is_cleared(args[0])
         return unseen(_operate)(function, args, kwargs or {})
 
     def __repr__(self: Any) -> str:
@@ -181,11 +185,15 @@ def _refuse_search(absence: Absence, parameter: nn.Parameter, frame: FrameType |
             RuntimeWarning,
             stacklevel=3,
         )
-    if frame is None or asking not in (_CLIPPING, _CLEARING) or not absence.has_gradient(parameter):
+    if frame is None or asking not in (_CLIPPING, _CLEARING):
         return
     if asking == _CLEARING:
         if frame.f_code.co_name == "zero_grad":
-            raise _nothing_found("Module.zero_grad", "optimizer.zero_grad()", parameter)
+            if absence.has_gradient(parameter):
+                raise _nothing_found("Module.zero_grad", "optimizer.zero_grad()", parameter)
+            absence.is_cleared(parameter)
+        return
+    if not absence.has_gradient(parameter):
         return
     while frame is not None and frame.f_globals.get("__name__") == _CLIPPING:
         if absence.is_clipped() or frame.f_locals.get("max_norm") == math.inf:  # a norm is asked for
