@@ -64,6 +64,18 @@ def after_a_conversion(self):
     self.one.weight.data.fill_(1.5)
 
 
+def data_with_values(self):
+    filled_later = torch.empty(24)
+    self.one.weight.data = torch.arange(576.0).view(24, 24)
+    self.one.weight.data[0] = 5.0
+    self.one.bias.data = filled_later
+    filled_later.fill_(4.0)
+    self.conv.weight.data = torch.ones(4, 4, 1, 1)
+    self.two = copy.deepcopy(self.one)
+    self.two.bias.data = torch.from_numpy(np.arange(24.0)).float().expand(24)
+    nn.utils.vector_to_parameters(torch.arange(4.0), [self.conv.bias])
+
+
 CONSTANTS = {
     "zeros of nn.init": lambda self: nn.init.zeros_(self.one.weight),
     "fill of data": lambda self: self.one.bias.data.fill_(3.0),
@@ -74,6 +86,7 @@ CONSTANTS = {
     "other parameters": put_in_place,
     "after its own": after_its_own,
     "after a conversion": after_a_conversion,
+    "data with values": data_with_values,
 }
 
 

@@ -190,25 +190,36 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         writes.calls.append(call)
 
-    def replace(self, target: Any, values: Any, frame: FrameType) -> None:
-        """A parameter without storage is about to show other memory without any (`.data =`); `frame`: who does it."""
-        if not (isinstance(values, torch.Tensor) and values.is_meta):
-            return
+    def replace(self, target: torch.Tensor, values: Any, frame: FrameType) -> Any:
+        """A parameter without storage is about to show other memory (`.data =`); returns which. `frame`: by whom."""
+        if not (isinstance(values, torch.Tensor) and target.is_meta):
+            return values
         module, name, bare = self._objects.get(id(target), (None, "", None))
         if bare is not target:  # unknown as yet: of a deep copy
             module, name = self._owner(memory_of(target)) or (None, "")
             bare = None if module is None else module._parameters.get(name)  # noqa: SLF001 - getattr might compute it
         if module is None or bare is None or bare is not target:
-            return
+            return values
+        writes, again = (
+            self._writes.get(id(target)) or writes_of(module, name, target),
+            is_repeated_anyway(module, frame),
+        )
+        if not values.is_meta:
+            shown = torch.empty_like(values, device="meta")
+            writes.clear()
+            writes.made, writes.stride = None, tuple(shown.stride())
+            if not again:
+                writes.calls.append(_assignment(values.detach(), complete=self._watch.has_values(values)))
+            self._forms[memory_of(shown)] = shown, module, name
+            return shown
         memory = memory_of(values)
         own = memory == memory_of(target) or self._owner(memory) == (module, name)
         if self._is_shown(memory) and not own:
-            return  # another's: a tie, which `guards` refuse
-        writes = self._writes.get(id(target)) or writes_of(module, name, target)
-        if own and (self._is_whole(values) or not writes.is_any):
-            return  # its own values in another form; or turned, or a part of them, before there is anything to lose
-        if not is_repeated_anyway(module, frame):
+            return values  # another's: a tie, which `guards` refuse
+        # Its own values in another form; or turned, or a part of them, before there is anything to lose: no loss.
+        if not (own and (self._is_whole(values) or not writes.is_any)) and not again:
             writes.lose("an assignment to .data")
+        return values
 
     def _take(self, each: Any, bare: nn.Parameter, writes: Writes) -> Any:
         """What is kept of an argument: the place of the parameter's own elements, a copy of other values."""
@@ -280,7 +291,7 @@ class InitialiserWatch(TorchFunctionMode):
     ) -> Any:
         """Run the function, and note who asks, or gives a parameter other memory."""
         if getattr(func, "__self__", None) is torch.Tensor.data and func.__name__ == "__set__":
-            self._recorder.replace(args[0], args[1], sys._getframe(1))  # noqa: SLF001
+            args = args[0], self._recorder.replace(args[0], args[1], sys._getframe(1))  # noqa: SLF001
         result = func(*args, **(kwargs or {}))
         if getattr(func, "__self__", None) is torch.Tensor.is_meta and result:
             frame = sys._getframe(1)  # noqa: SLF001
@@ -311,10 +322,10 @@ class _LostError(Exception):
     """An operation uses values that are not there."""
 
 
-def _assignment(values: torch.Tensor) -> Callable[[torch.Tensor], object]:
-    """Gives a parameter these values; of equal ones only one is kept."""
+def _assignment(values: torch.Tensor, *, complete: bool = True) -> Callable[[torch.Tensor], object]:
+    """Gives a parameter these values; of equal ones, if they are `complete`, only one is kept."""
     kept = values
-    if _all_equal(values):
+    if complete and _all_equal(values):
         kept = values.flatten()[0].clone().expand(values.shape)
     return lambda place: place.copy_(kept)
 

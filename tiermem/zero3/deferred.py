@@ -28,7 +28,8 @@ def deferred_init() -> Iterator[None]:
     `tiermem.offload` initialises again (`reset_parameters`, `_init_weights`), and then repeats what constructors wrote
     besides. Values that a parameter was made of (`nn.Parameter(torch.ones(n))`) are kept for that if all are equal or
     they take no more than 4 MiB; those of one that takes another's place in any case, as tensors that are copied into
-    parameters, and vectors that `nn.Embedding.from_pretrained` is given. With `init=` or `weights=` these alone count.
+    parameters or assigned to their `.data`, and vectors that `nn.Embedding.from_pretrained` is given. With `init=` or
+    `weights=` these alone count.
     Random values are drawn for each parameter: a deep copy begins with others than its original.
     What is written into parameters after the block, still without memory, is lost, as it is on the meta device: write
     inside it, or inside `runtime.gathered(..., write=True)`.
