@@ -213,6 +213,17 @@ def test_commits_that_do_not_belong_together_are_told_apart(
     assert "none that all ranks have" in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_rank_that_says_no_part_of_the_model_is_listed_without(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, folders: list[Path]
+) -> None:
+    for number, part in enumerate(([0, 0], 5, [1], "copy")):
+        rewrite(folders[number], as_rank(number, copies=2))
+        rewrite(folders[number], lambda user, part=part: user.update(part=part))  # type: ignore[misc]
+    assert run(["snapshot", "list", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.count("copy 0, part 0: commit") == 1
+    assert [each["part"] for each in call(capsys, "list", tmp_path)[0]["ranks"]["each"]] == [[0, 0], None, None, None]
+
+
 def test_folders_that_a_run_of_more_ranks_has_left_are_named(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, folders: list[Path]
 ) -> None:

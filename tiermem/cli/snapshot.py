@@ -201,7 +201,7 @@ def _of_rank(committed: Committed, damage: tuple[str, ...]) -> RankReport:
     return RankReport(
         rank,
         directories,
-        part=manifest.user.get("part"),
+        part=_part_of(manifest),
         generation=manifest.generation,
         step=manifest.user.get("step"),
         seconds=manifest.seconds,
@@ -212,6 +212,14 @@ def _of_rank(committed: Committed, damage: tuple[str, ...]) -> RankReport:
         in_use=committed.in_use,
         damaged=damage,
     )
+
+
+def _part_of(manifest: Manifest) -> tuple[int, int] | None:
+    """Of which copy of the model it has which part; None where it does not say so."""
+    match manifest.user.get("part"):
+        case [int() as copy, int() as part]:
+            return copy, part
+    return None
 
 
 def _of_snapshot(snapshot: Snapshot, errors: Sequence[str] | None = None) -> SnapshotReport:
