@@ -65,7 +65,7 @@ def after_a_conversion(self):
 
 
 def data_with_values(self):
-    filled_later = torch.empty(24)
+    filled_later = torch.zeros(24)
     self.one.weight.data = torch.arange(576.0).view(24, 24)
     self.one.weight.data[0] = 5.0
     self.one.bias.data = filled_later

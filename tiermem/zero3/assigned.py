@@ -209,7 +209,8 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             writes.clear()
             writes.made, writes.stride = None, tuple(shown.stride())
             if not again:
-                writes.calls.append(_assignment(values.detach(), complete=self._watch.has_values(values)))
+                kept = values.detach()  # all of it, in its memory: somebody may have yet to write it
+                writes.calls.append(lambda place: place.copy_(kept))
             self._forms[memory_of(shown)] = shown, module, name
             return shown
         memory = memory_of(values)
@@ -322,10 +323,10 @@ class _LostError(Exception):
     """An operation uses values that are not there."""
 
 
-def _assignment(values: torch.Tensor, *, complete: bool = True) -> Callable[[torch.Tensor], object]:
-    """Gives a parameter these values; of equal ones, if they are `complete`, only one is kept."""
+def _assignment(values: torch.Tensor) -> Callable[[torch.Tensor], object]:
+    """Gives a parameter these values; of equal ones only one is kept."""
     kept = values
-    if complete and _all_equal(values):
+    if _all_equal(values):
         kept = values.flatten()[0].clone().expand(values.shape)
     return lambda place: place.copy_(kept)
 
