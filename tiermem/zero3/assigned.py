@@ -200,10 +200,8 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             bare = None if module is None else module._parameters.get(name)  # noqa: SLF001 - getattr might compute it
         if module is None or bare is None or bare is not target:
             return values
-        writes, again = (
-            self._writes.get(id(target)) or writes_of(module, name, target),
-            is_repeated_anyway(module, frame),
-        )
+        writes = self._writes.get(id(target)) or writes_of(module, name, target)
+        again = is_repeated_anyway(module, frame)
         if not values.is_meta:
             shown = torch.empty_like(values, device="meta")
             writes.clear()
