@@ -42,7 +42,7 @@ def test_what_one_rank_alone_calls_is_an_error_on_all(reports, name, does):
         assert report.error is not None
         assert report.error[0] == "TiermemError"
         assert f"the ranks do different things: rank 0 {does}, rank 1 gathers unit 0" in report.error[1]
-        assert report.seconds < STALL / 2, "nobody has waited in vain"
+        assert report.seconds < STALL, "nobody has waited in vain"
 
 
 @pytest.mark.parametrize("size", FAILING)
@@ -72,7 +72,7 @@ def test_a_model_that_one_rank_cannot_take_is_refused_on_all_at_once(reports):
         "TiermemError: another rank could not take the model: rank 1: ConfigError: parameter 0.weight"
     )
     assert (left, none) == ([], [])
-    assert all(report.seconds < STALL / 2 for report in reports[2, "refused_on_one"]), "nobody has waited in vain"
+    assert all(report.seconds < STALL for report in reports[2, "refused_on_one"]), "nobody has waited in vain"
 
 
 def test_where_a_rank_cannot_make_its_directory_nobody_leaves_one(reports):
@@ -199,7 +199,7 @@ else:
         store = dist.TCPStore("127.0.0.1", int(file.read()), 2, is_master=False)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
-config = tiermem.Config(device="cpu", host_memory="4MiB", swap_dirs=[folder], param_dtype="float32", stall_timeout=6.0)
+config = tiermem.Config(device="cpu", host_memory="4MiB", swap_dirs=[folder], param_dtype="float32", stall_timeout=25.0)
 with tiermem.offload(model, config) as runtime:
     loss = model(torch.ones(2, 8)).sum()
     if rank == 0:
@@ -225,7 +225,7 @@ def test_a_rank_that_hangs_and_keeps_the_store_holds_nobody_up(warm_python: Warm
             program.communicate()
     assert "tiermem.errors.TiermemError: rank 1 cannot go on without the others" in said
     assert (
-        "no word from rank 0: it has died, hangs, is busy or waits elsewhere for longer than stall_timeout=6 s" in said
+        "no word from rank 0: it has died, hangs, is busy or waits elsewhere for longer than stall_timeout=25 s" in said
     )
     assert "synced_gpus=True" in said
 
