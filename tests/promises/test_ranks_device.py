@@ -105,7 +105,7 @@ def test_what_was_committed_is_continued(reports, run, device):
 def test_whoever_uses_a_frame_waits_for_the_work_of_others_on_it(reports):
     """With a stream for each thread: the exchange waits for computation and copies, both of them for the exchange."""
     for found in values(reports[2, "streams"]):
-        assert found["checks"] > 500
+        assert found["checks"] > 300  # 523 to 601, as threads come together
         assert found["early"] == []
     for found in values(reports[2, "streams_not_handed_over"]):
         assert any("computation did not wait for all_gather" in each for each in found["early"]), "it would be noticed"
