@@ -88,7 +88,7 @@ class WarmInterpreter(WarmPython):
         """End the interpreter; what it has forked ends with who asked for it."""
         assert self._interpreter.stdin is not None
         self._interpreter.stdin.close()
-        self._interpreter.wait(60)
+        self._interpreter.wait(250)  # a session that ends at once: it still imports
         self._folder.cleanup()
 
 

@@ -31,7 +31,7 @@ def test_a_cut_covers_everything_once_at_whole_blocks(numel: int, block: int, co
 
 def test_shares_run_at_the_same_time() -> None:
     """Each waits for the other: one thread alone would never get past the barrier."""
-    shares, barrier = Shares(3, least_numel=1), threading.Barrier(3, timeout=30)
+    shares, barrier = Shares(3, least_numel=1), threading.Barrier(3, timeout=60)
     done: list[slice] = []
     seen: set[str] = set()
 
@@ -87,7 +87,7 @@ def test_threads_that_cannot_be_started_leave_their_shares_to_others(allowed: in
         if threading.current_thread() is threading.main_thread():
             begun.set()
         else:
-            assert begun.wait(30)  # not idle again before the next one is to be started
+            assert begun.wait(60)  # not idle again before the next one is to be started
         counts[piece] = [each + 1 for each in counts[piece]]
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
