@@ -171,6 +171,38 @@ def test_what_comes_behind_the_models_own_initialisation_is_kept_and_what_came_b
     assert not found.value("layers.2.bias").any()
 
 
+def test_what_lies_beside_a_wrapped_model_is_not_initialised_as_the_models_parts_are():
+    """peft's models answer for the model they wrap, and have prompts of their own."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(30, 30)
+            self.apply(self._init_weights)
+
+        def _init_weights(self, module) -> None:
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, std=0.02)
+
+    class Wrapping(nn.Module):
+        def __init__(self, base: nn.Module) -> None:
+            super().__init__()
+            self.base = base
+            self.prompts = nn.Embedding(30, 30)
+
+        def __getattr__(self, name: str) -> object:
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                return getattr(super().__getattr__("base"), name)
+
+    with deferred_init():
+        model = Wrapping(Model())
+    found = Sharded(model)
+    deviations = [found.value(name).std().item() for name in ("base.inner.weight", "prompts.weight")]
+    assert deviations == pytest.approx([0.02, 1.0], rel=0.2)
+
+
 @pytest.mark.parametrize("name", ["_init_weights", "initialise"])
 def test_an_initialisation_of_another_form_is_repeated_as_it_was(name):
     """transformers' `_init_weights` takes a module; one that takes none is the constructor's own affair."""

@@ -45,7 +45,12 @@ def is_repeated_anyway(module: nn.Module, frame: FrameType) -> bool:
 
 
 def own_init(module: nn.Module) -> Callable[[nn.Module], object] | None:
-    """The model's own `_init_weights`, if there is one and it is a function of a module."""
+    """The model's own `_init_weights`, if there is one and it is a function of a module.
+
+    What wraps a model and answers for it (`__getattr__` of peft's models) has none: other parts are not the model's.
+    """
+    if _OWN_INIT not in vars(module) and not hasattr(type(module), _OWN_INIT):
+        return None
     own = getattr(module, _OWN_INIT, None)
     try:
         inspect.signature(own).bind(module)  # type: ignore[arg-type]
