@@ -171,6 +171,32 @@ def test_what_comes_behind_the_models_own_initialisation_is_kept_and_what_came_b
     assert not found.value("layers.2.bias").any()
 
 
+def test_a_module_that_comes_behind_the_models_own_initialisation_is_initialised_by_itself_alone():
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.head, self.left_out = nn.Linear(30, 30), nn.Linear(30, 30), nn.Linear(30, 30)
+            for module in (self.inner, self.head):
+                self._init_weights(module)
+
+        def _init_weights(self, module) -> None:
+            if isinstance(module, nn.Linear):
+                nn.init.constant_(module.weight, 2.0)
+                nn.init.constant_(module.bias, 2.0)
+
+    with deferred_init():
+        model = Model()
+        model.head = nn.Linear(30, 4)
+        model.again = copy.deepcopy(model.head)
+        nn.init.ones_(model.again.bias)
+    found = Sharded(model)
+    for name in ("inner.weight", "inner.bias"):
+        assert (found.value(name) == 2.0).all(), name
+    for name in ("head.weight", "head.bias", "left_out.weight", "left_out.bias", "again.weight"):
+        assert 0 < found.value(name).abs().max() <= 30**-0.5, name
+    assert (found.value("again.bias") == 1.0).all()
+
+
 def test_what_lies_beside_a_wrapped_model_is_not_initialised_as_the_models_parts_are():
     """peft's models answer for the model they wrap, and have prompts of their own."""
 

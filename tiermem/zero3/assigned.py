@@ -7,7 +7,7 @@ from values that were not there, noted as lost; and that a parameter made of val
 (`nn.Parameter(torch.ones(n))`) has these, unless they are large and not all equal.
 
 What is not recorded. `reset_parameters` of the module itself and the model's `_init_weights` are called again when
-storage is there; what they write begins a parameter's record anew.
+storage is there; what they write begins a parameter's record anew, which says whose that was.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from tiermem.zero3.at_work import is_given, is_repeated_anyway, modules_at_work
+from tiermem.zero3.at_work import Repeated, is_given, modules_at_work, repeated_by
 from tiermem.zero3.made import ValueWatch, memory_of
 from tiermem.zero3.writes import Writes, begin_anew, copy_writes, share_writes, writes_of
 
@@ -172,8 +172,9 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._forms.pop(memory_of(target), None)  # a parameter's values no longer
             return
         writes = self._writes[id(bare)]
-        if is_repeated_anyway(module, frame):
+        if again := repeated_by(module, frame):
             writes.clear()
+            writes.is_reset = again is Repeated.RESET
             return
         if target.numel() == bare.numel() and operation.name in _OVERWRITE:
             writes.clear()
@@ -201,7 +202,7 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if module is None or bare is None or bare is not target:
             return values
         writes = self._writes.get(id(target)) or writes_of(module, name, target)
-        again = is_repeated_anyway(module, frame)
+        again = repeated_by(module, frame)
         if not values.is_meta:
             shown = torch.empty_like(values, device="meta")
             writes.clear()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from enum import Enum, auto
 from types import CodeType, FrameType
 
 from torch import nn
@@ -15,6 +16,13 @@ from torch import nn
 _EMBEDDINGS = (nn.Embedding.__init__.__code__, nn.EmbeddingBag.__init__.__code__)
 _RESETS = ("reset_parameters", "_reset_parameters")
 _OWN_INIT = "_init_weights"
+
+
+class Repeated(Enum):
+    """What initialises a parameter when it has storage: its module's `reset_parameters`, a model's `_init_weights`."""
+
+    RESET = auto()
+    OWN_INIT = auto()
 
 
 def is_given(module: nn.Module, frame: FrameType | None) -> bool:
@@ -26,22 +34,22 @@ def is_given(module: nn.Module, frame: FrameType | None) -> bool:
     return False
 
 
-def is_repeated_anyway(module: nn.Module, frame: FrameType) -> bool:
-    """Whether the module's own `reset_parameters`, or the `_init_weights` of one that is at work, does this."""
+def repeated_by(module: nn.Module, frame: FrameType) -> Repeated | None:
+    """Which function that is called again does this; None: another."""
     inits: set[CodeType] = set()
     each: FrameType | None = frame
     while each is not None:
         name = each.f_code.co_name
         if name in _RESETS and _first(each) is module:
-            return True
+            return Repeated.RESET
         if name == _OWN_INIT:
             inits.add(each.f_code)
         if inits and (working := _first(each)) is not None:
             own = own_init(working)
             if own is not None and getattr(inspect.unwrap(own), "__code__", None) in inits:
-                return True
+                return Repeated.OWN_INIT
         each = each.f_back
-    return False
+    return None
 
 
 def own_init(module: nn.Module) -> Callable[[nn.Module], object] | None:

@@ -24,6 +24,7 @@ from tiermem.errors import ConfigError
 from tiermem.zero3.at_work import own_init
 from tiermem.zero3.placeholder import is_placeholder, marker_value
 from tiermem.zero3.units import Place
+from tiermem.zero3.writes import is_reset
 
 Init = Callable[[nn.Module], object]
 
@@ -91,6 +92,9 @@ class Initialiser:
                 self._init(module)
             return
         own = self._own.get(id(module))
+        # It came behind the own initialisation, or was left out of it. Where there are parts, that may go to the parts.
+        if owned and is_reset(module) and next(module.children(), None) is None:
+            own = None
         if owned and (own is None or reset_first):
             _reset(module)
         if own is not None and (self._deferred or owned):

@@ -22,7 +22,8 @@ from tiermem.errors import ConfigError
 class Writes:
     """What was written into one parameter, in order; `lost`: the name of an operation that cannot be repeated.
 
-    `made`: gives it the values it was made of, if they are known; they come before whatever initialises it.
+    `made`: gives it the values it was made of, if they are known; they come before whatever initialises it. `is_reset`:
+    of what initialises it, its module's `reset_parameters` came last, and no `_init_weights` behind it.
     """
 
     stride: tuple[int, ...]
@@ -30,6 +31,7 @@ class Writes:
     calls: list[Callable[[torch.Tensor], object]] = field(default_factory=list)
     lost: str | None = None
     needs_stride: bool = False
+    is_reset: bool = False
 
     @property
     def is_any(self) -> bool:
@@ -85,6 +87,13 @@ def give_made(module: nn.Module, attribute: str, values: torch.Tensor) -> bool:
     with torch.no_grad():
         writes.made(values)
     return True
+
+
+def is_reset(module: nn.Module) -> bool:
+    """Whether all parameters of the module itself are, as its constructor or `reset_parameters` left them."""
+    found = _records.get(module, {})
+    own = [name for name, parameter in module._parameters.items() if parameter is not None]  # noqa: SLF001
+    return bool(own) and all(name in found and found[name].is_reset for name in own)
 
 
 def repeat_writes(places: Iterable[tuple[nn.Module, str, str]], values: torch.Tensor) -> None:
