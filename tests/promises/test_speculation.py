@@ -186,8 +186,8 @@ def said_of_zero_grad(expected: bool = True) -> contextlib.AbstractContextManage
     )
 
 
-def said_of_the_call(expected: bool):
-    said = "called between backward and step, and computes with values of after the step"
+def said_of_the_evaluation(expected: bool):
+    said = "evaluated between backward and step, and computes with values of after the step"
     return pytest.warns(RuntimeWarning, match=said) if expected else contextlib.nullcontext()
 
 
@@ -308,10 +308,8 @@ def test_a_graph_made_between_gradients_that_are_dropped_and_zero_grad_is_not_st
     def script(trainee: Trainee) -> None:
         optimizer = trainee.adamw(trainee.model.parameters(), lr=1e-2)
         for number in range(6):
-            late = number == 3 and trainee.adamw is not PlainAdamW
-            with said_of_the_call(late):
-                loss = tokens_batch(trainee.model)
-            with said_of_zero_grad(late):
+            loss = tokens_batch(trainee.model)
+            with said_of_zero_grad(number == 3 and trainee.adamw is not PlainAdamW):
                 optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -499,14 +497,16 @@ def test_what_is_looked_at_before_the_step_is_what_was(update, tmp_path):
 
 @pytest.mark.parametrize(("update", "max_norm"), [("backward", None), ("backward", 1e9), ("auto", None)])
 @pytest.mark.parametrize("budget", BUDGETS)
-def test_a_call_before_the_step_is_warned_where_it_computes_with_what_is_behind(update, max_norm, budget, tmp_path):
+def test_an_evaluation_before_the_step_is_warned_of_where_it_computes_with_what_is_behind(
+    update, max_norm, budget, tmp_path
+):
     torch.manual_seed(0)
     model = Stack()
     with tiermem.offload(model, config_for(tmp_path, budget_for(model, tmp_path, budget), update)) as runtime:
         optimizer = tiermem.AdamW(model.parameters(), lr=1e-2, max_grad_norm=max_norm)
         for number in range(4):
             tokens_batch(model).backward()
-            with torch.no_grad(), said_of_the_call(number > 0 and update == "backward" and max_norm is None):
+            with torch.no_grad(), said_of_the_evaluation(number > 0 and update == "backward" and max_norm is None):
                 before = tokens_batch(model)
             optimizer.step()
             optimizer.zero_grad()

@@ -36,7 +36,8 @@ def look_at_updated(
 ) -> None:
     """Raise TiermemError if one of `read` is `updated`, by its global number: one that is frozen beside it may be read.
 
-    In `backward`, where it is read by what no graph has told of; else, before the step, warn. `slots`: the gatherer's.
+    In `backward`, where it is read by what no graph has told of; else, in an evaluation before the step, warn: the
+    backward of a loss would be an error of its own. `slots`: the gatherer's.
     """
     found = (slots.get(id(parameter)) for parameter in read)
     name = next((each[1].names[0] for each in found if each is not None and each[1].parameter in updated), None)
@@ -50,8 +51,8 @@ def look_at_updated(
             f"parameters. {_INSTEAD}"
         )
     warnings.warn(
-        f"the model was called between backward and step, and computes with values of after the step: {_COMPLETE}. "
-        f"Call it behind optimizer.step(). {_INSTEAD}",
+        f"the model was evaluated between backward and step, and computes with values of after the step: {_COMPLETE}. "
+        f"Evaluate it behind optimizer.step(). {_INSTEAD}",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -202,7 +202,7 @@ class GatherScheduler:
             self._gatherer.hold(unit)
             call.units.append(unit)
             # Of micro-batches that go through together checkpoints compute again what nobody reads then.
-            if self._touched.get(unit) and self.lockstep is None:
+            if self._touched.get(unit) and self.lockstep is None and (backward or not torch.is_grad_enabled()):
                 parameters = module.parameters() if module is not None else read
                 look_at_updated(parameters, self.gradients.numbers(unit), self._gatherer.slots, backward=backward)
         if torch.is_grad_enabled():
