@@ -349,6 +349,19 @@ def test_a_classifier_begins_with_a_language_model(tmp_path: Path) -> None:
         assert 0.0 < runtime.parameter(model.score.weight).std() < 0.1
 
 
+def test_a_head_that_may_just_have_another_name_is_not_left_out_in_silence(tmp_path: Path) -> None:
+    model = LlamaForSequenceClassification(llama().config)
+    tensors = {name: values.clone() for name, values in model.state_dict().items()}
+    tensors["scores.weight"] = tensors.pop("score.weight")
+    save_file(tensors, tmp_path / "model.safetensors")
+    swap_dir = tmp_path / "swap"
+    with pytest.warns(RuntimeWarning, match=r"left out.*: scores\.weight for score\.weight\. Rename"):
+        _, runtime = offloaded(
+            lambda: model, swap_dir, weights=tmp_path / "model.safetensors", init=model._init_weights
+        )
+    runtime.close()
+
+
 def test_everything_that_does_not_fit_is_named_in_one_error(tmp_path: Path) -> None:
     tensors = {name: values.clone() for name, values in llama().state_dict().items()}
     tensors["model.layers.0.self_attn.query.weight"] = tensors.pop("model.layers.0.self_attn.q_proj.weight")

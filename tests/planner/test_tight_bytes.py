@@ -79,7 +79,7 @@ def test_where_updates_lag_it_is_near(tmp_path: Path, monkeypatch: pytest.Monkey
     # Which of two ends first decides some of it. What the plan counts was exceeded by 37 %, now it is by 7 (in single
     # steps of a machine with much else to do by 18).
     read, written, planned, foreseen = both("backward", tmp_path, monkeypatch)
-    assert read + written == pytest.approx(planned.moved, rel=0.25)
+    assert read + written == pytest.approx(planned.moved, rel=0.2)
     assert read + written == pytest.approx(foreseen.bytes_read + foreseen.bytes_written, rel=0.25)
 
 

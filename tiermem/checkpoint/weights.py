@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -92,7 +93,8 @@ def open_weights(
     """Look at the headers of a safetensors file, or of a Hugging Face folder, and at how they fit `model`.
 
     Values are read by `loader`, which is the caller's to close. With `partial` parameters may be missing: somebody else
-    gives them values. Heads of another model around the same base are left out then.
+    gives them values. Heads of another model around the same base are left out then, with a RuntimeWarning if one may
+    be what is missing, by another name.
 
     Raises:
         ConfigError: there is nothing to read, or it does not fit the model; names everything that does not.
@@ -114,6 +116,13 @@ def open_weights(
         if result.obstacles:
             advice += "; build the model with its from_pretrained and offload it without weights= to have it converted"
         raise ConfigError(f"weights={os.fspath(path)!r} does not fit {type(model).__name__}: {problems}{advice}")
+    if result.renamed:  # heads, for else there were problems
+        warnings.warn(
+            f"weights={os.fspath(path)!r}: left out, with others initialised in their place, though they may just have "
+            f"another name: {', '.join(result.renamed)}. Rename what is meant in the files",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     return PretrainedWeights(
         {own: [(tensors[piece.info.name][0], piece) for piece in pieces] for own, pieces in result.found.items()},
         generation_beside(model, path),
