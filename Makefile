@@ -41,10 +41,8 @@ test: $(READY)lint,test
 	@# What the tests import, and the tests, are compiled first, once, and not by each worker at the same time. What
 	@# fails in that fails below, too, and says why there.
 	@$(TYPES) & typing=$$!; \
-		$(BIN)/python -c "import pytest; pytest.main(['--collect-only']); \
-			import torch._dynamo, tiermem.cli.train, transformers.models.llama.modeling_llama; \
-			from tiermem.optim.compiled import compiled_loops; from tiermem.zero3 import norms; \
-			compiled_loops(), norms.compiled_loops(), norms.team_loops()" > /dev/null; \
+		$(BIN)/python -c "import pytest; pytest.main(['--collect-only']); import doubles_python; doubles_python.prepare()" \
+			> /dev/null; \
 		echo "tests: pytest $(PYTEST_ARGS)"; \
 		OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS); tested=$$?; \
 		wait $$typing || { echo "mypy has found what is said above the tests" >&2; exit 1; }; exit $$tested

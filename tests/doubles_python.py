@@ -92,19 +92,23 @@ class WarmInterpreter(WarmPython):
         self._folder.cleanup()
 
 
-def _main(listener: socket.socket) -> None:
-    gc.disable()  # nothing that is imported goes away: looking for it takes a quarter of the time
+def prepare() -> None:
+    """Import, and compile, what the first step of a training needs, and a first command."""
     from tiermem.cli import main
     from tiermem.optim.compiled import compiled_loops
     from tiermem.zero3 import norms
 
     main.quiet_libraries()
-    # With what the first model and the first optimizer import.
     for name in ("tiermem.cli.train", "torch._dynamo", "transformers.models.llama.modeling_llama"):
         importlib.import_module(name)
-    compiled_loops(), norms.squares_loops()
+    compiled_loops(), norms.squares_loops(), norms.team_loops()
     with contextlib.redirect_stderr(io.StringIO()):
         main.run(["snapshot", "list", os.devnull])  # typer imports what it needs with the first command
+
+
+def _main(listener: socket.socket) -> None:
+    gc.disable()  # nothing that is imported goes away: looking for it takes a quarter of the time
+    prepare()
     # An end would take torch's operators apart one by one, half of the processor time of a process that does nothing.
     for finalizer, known in weakref.finalize._registry.items():  # type: ignore[attr-defined]
         if getattr(known.func, "__module__", "") == "torch.library":
