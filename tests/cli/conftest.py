@@ -14,6 +14,7 @@ from tiermem.cli import beginning, machines, measure
 from tiermem.cli.measure_layer import LayerShape
 from tiermem.config import Config
 from tiermem.overlap import OverlapReport, explain_stalls
+from tiermem.planner import predict
 from tiermem.stats import READ_EDGE, WRITE_EDGE, EdgeStatistics, Statistics, StepStatistics, TierStatistics
 
 
@@ -98,3 +99,9 @@ def small_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machines, "with_rates_for", lambda machine, *_, **__: machine)  # see test_measure_workload.py
     monkeypatch.setattr(measure, "ANY_LAYER", LayerShape(rows=1, seq=16, width=64, mlp=64))
     monkeypatch.setattr(measure, "_TILES", 1)
+
+
+@pytest.fixture
+def nothing_doubled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a plan, nothing of what twice as much of each thing would bring: five more simulations, of seven."""
+    monkeypatch.setattr(predict, "_relief", lambda *_: ())

@@ -34,7 +34,9 @@ BERT = {
 
 
 @pytest.fixture(autouse=True)
-def _own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_measurements: None) -> None:
+def _own_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_measurements: None, nothing_doubled: None
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(machines, "measure_machine", measured)

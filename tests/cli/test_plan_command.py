@@ -46,11 +46,11 @@ def answer(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -
 
 
 def test_a_model_on_a_described_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    found = answer(capsys, "llama-20m", "--machine", "laptop", "--host-memory", "96MiB", "--zero-table")
+    found = answer(capsys, "llama-5m", "--machine", "laptop", "--host-memory", "24MiB", "--zero-table")
     assert found["fits"] is True
-    assert found["host_bytes"] == 96 << 20
+    assert found["host_bytes"] == 24 << 20
     assert found["device_bytes"] == 0
-    assert found["parameters"] > 19_000_000
+    assert found["parameters"] > 4_800_000
     assert found["swap_bytes"] > 12 * found["parameters"]
     assert 0 < found["bytes_written_per_step"] < 1.1 * found["swap_bytes"]
     assert found["seconds_per_step"] == pytest.approx(sum(found["phases_seconds"].values()))
@@ -60,13 +60,15 @@ def test_a_model_on_a_described_machine(capsys: pytest.CaptureFixture[str]) -> N
     assert found["zero_table"][0]["device_bytes"] == 16 * found["parameters"]
 
 
+@pytest.mark.usefixtures("nothing_doubled")
 def test_many_ranks_of_a_model_given_by_its_size(capsys: pytest.CaptureFixture[str]) -> None:
-    found = answer(capsys, "--parameters", "30B", "--machine", "dgx-h100", "--ranks", "16", "--batch", "1")
+    found = answer(capsys, "--parameters", "3B", "--machine", "dgx-h100", "--ranks", "16", "--batch", "1")
     assert found["fits"]
     assert found["ranks"] == 16
     assert found["tokens_per_second"] == pytest.approx(16 * 256 / found["seconds_per_step"])
 
 
+@pytest.mark.usefixtures("nothing_doubled")
 def test_copies_of_a_model_are_divided_over_fewer_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["300M", "--machine", "dgx-h100", "--ranks", "16", "--host-memory", "2GiB", "--device-memory", "2GiB"]
     one, two = (answer(capsys, *arguments, "--copies", str(copies)) for copies in (1, 2))
@@ -78,6 +80,7 @@ def test_copies_of_a_model_are_divided_over_fewer_ranks(capsys: pytest.CaptureFi
     assert "2 copies" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("nothing_doubled")
 def test_units_updated_on_the_device_are_known_of_several_ranks(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -94,6 +97,7 @@ def test_units_updated_on_the_device_are_known_of_several_ranks(
     assert whole["edges_bytes"]["host->device"] > host["edges_bytes"]["host->device"]
 
 
+@pytest.mark.usefixtures("nothing_doubled")
 def test_what_does_not_fit_says_how_many_bytes_lack(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["llama-5m", "--machine", "laptop", "--host-memory"]
     found = answer(capsys, *arguments, "512KiB", code=1)
@@ -109,6 +113,7 @@ def test_what_does_not_fit_says_how_many_bytes_lack(capsys: pytest.CaptureFixtur
     assert captured.err.endswith(f"MiB {lacks}\n")
 
 
+@pytest.mark.usefixtures("nothing_doubled")
 def test_a_drive_too_small_and_a_device_too_small(capsys: pytest.CaptureFixture[str]) -> None:
     found = answer(capsys, "--parameters", "70B", "--machine", "laptop", "--host-memory", "8GiB", "--commits", code=1)
     assert found["missing_bytes"]["swap"] == found["swap_bytes"] - 800 * 10**9
@@ -219,6 +224,7 @@ def test_a_profile_with_a_typo_gets_a_suggestion(tmp_path: Path, capsys: pytest.
     assert "is not TOML" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("nothing_doubled")
 def test_this_machine_is_measured_once_and_again_when_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -248,6 +254,7 @@ def test_this_machine_is_measured_once_and_again_when_asked(
     assert len(calls) == 3
 
 
+@pytest.mark.usefixtures("nothing_doubled")
 @pytest.mark.parametrize(
     ("more", "times", "said"),
     [
@@ -268,6 +275,7 @@ def test_a_dtype_that_this_processor_has_no_instructions_for_is_remarked(
     assert ("bfloat16 takes this processor 10 times as long as float32" in capsys.readouterr().err) is said
 
 
+@pytest.mark.usefixtures("nothing_doubled")
 def test_room_is_what_is_free_now_and_a_file_system_counts_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -296,6 +304,7 @@ def test_room_is_what_is_free_now_and_a_file_system_counts_once(
     assert "run.json is not a directory" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("nothing_doubled")
 def test_a_vocabulary_smaller_than_bytes_have_can_be_planned(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -335,6 +344,7 @@ def test_a_missing_swap_directory_is_named(capsys: pytest.CaptureFixture[str]) -
     assert "/no/such/place does not exist" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("nothing_doubled")
 def test_a_number_of_parameters_may_stand_where_the_model_does(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -374,7 +384,7 @@ def test_a_tied_model_is_called_as_it_is_used() -> None:
 def test_the_picture_of_a_plan_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="needs the extra `plots`")
     for name, begins in {"plan.png": b"\x89PNG", "plan.svg": b"<?xml"}.items():
-        answer(capsys, "llama-20m", "--machine", "laptop", "--host-memory", "96MiB", "--plot", str(tmp_path / name))
+        answer(capsys, "llama-tiny", "--machine", "laptop", "--host-memory", "1MiB", "--plot", str(tmp_path / name))
         assert (tmp_path / name).read_bytes().startswith(begins)
 
 
