@@ -36,6 +36,7 @@ THEME = "auto_rules"
 PACKAGES = ("torch",)
 UPDATES = ("backward", "forward", "step")
 PARAMETERS = (50_000_000,)
+FEW_PARAMETERS = 10_000_000
 TOKENS = (128, 2048)
 DRIVES = (1e9, 6e9)
 SHARES = (0.1, 0.25, 0.5, 1.4)
@@ -58,8 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     grid = itertools.product(PARAMETERS, TOKENS, DRIVES, SHARES)
     cases = [case for part in REFINED for case in itertools.product(*part)]
     if options.quick:
-        grid = itertools.product(PARAMETERS[:1], TOKENS[:1], DRIVES[:1], SHARES[::2])
-        cases = cases[1:2]
+        grid = itertools.product((FEW_PARAMETERS,), TOKENS[:1], DRIVES[:1], SHARES[1::2])
+        cases = [(FEW_PARAMETERS, *cases[1][1:])]
     rows = [found for case in grid if (found := compare(*case)) is not None]
     refined = [refine(*case) for case in cases]
     body = f"{table(rows)}\n\n{refined_table(refined)}"

@@ -13,7 +13,8 @@ import torch
 from train_step import Contender
 from workloads import WORKLOADS
 
-from tiermem.cli.measure import measure_machine
+from tiermem.cli import measure as measuring
+from tiermem.cli.measure_layer import LayerShape
 from tiermem.cli.modelwork import model_workload
 from tiermem.cli.plan import plan_settings
 from tiermem.config import Config
@@ -21,8 +22,10 @@ from tiermem.planner.design import make_design
 from tiermem.planner.machine import Machine, machine_to_dict
 from tiermem.planner.predict import simulate_quickly
 
-# For each rate, as `tiermem plan` has it and where only the way is looked at.
+# For each rate and each pattern on the drives, as `tiermem plan` has it, and where only the way is looked at: there
+# with a small layer in place of one that stands for any workload, and few bytes.
 _SECONDS, _QUICK_SECONDS = (0.25, 0.7), (0.01, 0.05)
+_SMALL_LAYER, _FEW_BYTES = LayerShape(rows=1, seq=16, width=64, mlp=64), 64 << 20
 
 
 def predict_steps(
@@ -32,6 +35,8 @@ def predict_steps(
 
     `contenders`: of tiermem, all with one device. Raises ConfigError where the machine cannot be measured.
     """
+    if quick:
+        measuring.ANY_LAYER = _SMALL_LAYER
     work = WORKLOADS[workload]
     with torch.device("meta"):
         model = work.model().config
@@ -42,7 +47,10 @@ def predict_steps(
         config = Config(**settings, param_dtype="bfloat16", swap_dirs=[str(directory)])
         if machine is None:
             seconds, drive_seconds = _QUICK_SECONDS if quick else _SECONDS
-            machine = measure_machine([directory], config, seconds=seconds, drive_seconds=drive_seconds)
+            few = {"nbytes": _FEW_BYTES} if quick else {}
+            machine = measuring.measure_machine(
+                [directory], config, seconds=seconds, drive_seconds=drive_seconds, **few
+            )
         step = model_workload(model, workload, batch=work.rows, seq=work.length, batches=1, settings=config)
         simulation, _ = simulate_quickly(
             make_design(step, machine, plan_settings(config, machine, 1, step, commits=config.commits))

@@ -41,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the results are")
     parser.add_argument("--pictures", type=Path, default=PICTURES, help="where the pictures go")
+    parser.add_argument("--parameters", default="7B", help="of the model whose plan is drawn (default: 7B)")
     options = parser.parse_args(arguments)
     options.pictures.mkdir(parents=True, exist_ok=True)
     live_views = sorted(options.results.glob("live_view_*.json"))
@@ -60,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for result in sorted(options.results.glob("step_timeline_*.json"))[-1:]:  # the latest
         step_timeline(json.loads(result.read_text(encoding="utf-8"))["cases"], options.pictures / "step_timeline.png")
         print(f"step_timeline.png from {result.name}")
-    plot_plan(plan_of("7B", "rtx4090"), options.pictures / "plan.png")
+    plot_plan(plan_of(options.parameters, "rtx4090"), options.pictures / "plan.png")
     print("plan.png from the profile rtx4090")
     return 0
 

@@ -45,8 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rounds = 1 if options.quick else 5
     rows = []
     for update in UPDATES:
-        rows += unit_rows(16 if options.quick else 1000, update, rounds)
-        rows.append(trillion_row(TRILLION // 10_000 if options.quick else TRILLION, update, rounds))
+        rows += unit_rows(8 if options.quick else 1000, update, rounds)
+        rows.append(trillion_row(TRILLION // 100_000 if options.quick else TRILLION, update, rounds))
     body = table(rows)
     report(THEME, PACKAGES, body, {"rows": rows}, options)
     return 0

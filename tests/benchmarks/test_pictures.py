@@ -35,7 +35,8 @@ def drawn(warm_python: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> 
     )
     (results / "goals_unfinished_2999-01-02.json").write_text(json.dumps({"drive": runs}))
     program = str(ROOT / "benchmarks" / "pictures.py")
-    done = warm_python.run(program, "--results", str(results), "--pictures", str(results / "pictures"))
+    places = ("--results", str(results), "--pictures", str(results / "pictures"))
+    done = warm_python.run(program, *places, "--parameters", "300M")  # a small model's plan is soon foreseen
     assert done.returncode == 0, done.stderr
 
     def picture(name: str) -> Path:
