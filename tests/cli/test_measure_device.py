@@ -51,7 +51,7 @@ def planned(capsys: pytest.CaptureFixture[str], device: str, *arguments: str) ->
 
 
 def test_the_plan_is_for_the_device_of_the_configuration(
-    capsys: pytest.CaptureFixture[str], measured: list[str]
+    capsys: pytest.CaptureFixture[str], measured: list[str], nothing_doubled: None
 ) -> None:
     slow = planned(capsys, "simulated:bandwidth=20MB/s")
     assert slow["device_bytes"] == 4 << 20

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swap import SwapIOError
-from tiermem.cli import machines, measure_workload
+from tiermem.cli import machines, measure_training, measure_workload
 from tiermem.cli.machines import load_profile, machine_for
 from tiermem.cli.measure import BESIDES_SECONDS, measure_machine
 from tiermem.cli.measure_layer import LayerShape, layer_for, operations, slowed
@@ -38,6 +38,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(measure_workload, "_ALONE", 1)
     monkeypatch.setattr(measure_workload, "_PAGED", 2)
     monkeypatch.setattr(measure_workload, "_MOST_LAYERS", 8)
+    monkeypatch.setattr(measure_training, "_HALVINGS", 1)  # each is a simulated step
     directory = tmp_path / "swap"
     directory.mkdir()
     return directory
@@ -155,6 +156,7 @@ def test_what_a_layer_takes_in_training_besides_its_products_is_in_its_rate(
 ) -> None:
     """And not in a lease's seconds, of which a gradient that arrives tile by tile takes many."""
     monkeypatch.setattr(measure_workload, "median_seconds", lambda *_: 0.010)
+    monkeypatch.setattr(measure_training, "_HALVINGS", 7)
     laptop = load_profile("laptop")
     laptop = dataclasses.replace(laptop, host=dataclasses.replace(laptop.host, copy_rate=1e15))
     fitted = with_rates_for(laptop, SMALL, [place], seq=16, tile_nbytes=8 << 20, seconds=0.001)

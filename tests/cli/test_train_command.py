@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -488,15 +486,3 @@ def test_an_interrupt_while_a_class_is_made_is_one(
     monkeypatch.setattr(tiermem, "offload", plain_core.offload)
     with pytest.raises(RuntimeError, match="a bug"):
         main.run(SHORT)
-
-
-def test_help_needs_no_transformers() -> None:
-    code = """
-import sys
-from tiermem.cli.main import run
-sys.exit(run(["train", "--help"]) or "transformers" in sys.modules)
-"""
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "--host-memory" in done.stdout

@@ -14,7 +14,11 @@ import tiermem
 from tiermem.cli import main
 from tiermem.cli.machines import load_profile
 from tiermem.cli.tune import run
-from tiermem.planner.workload import transformer
+from tiermem.planner import tuning
+from tiermem.planner.machine import Machine
+from tiermem.planner.predict import seconds_of_step
+from tiermem.planner.settings import PlanSettings
+from tiermem.planner.workload import Workload, transformer
 
 QUICK = ["tune", "--model", "llama-tiny", "--batch", "1", "--seq", "16", "--machine", "laptop", "--update", "forward"]
 
@@ -22,6 +26,22 @@ QUICK = ["tune", "--model", "llama-tiny", "--batch", "1", "--seq", "16", "--mach
 @pytest.fixture(autouse=True)
 def _in_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+
+
+FORESEEN: dict[str, float] = {}
+
+
+@pytest.fixture(autouse=True)
+def _simulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same step of the same machine, many times searched for here, takes the same seconds each time."""
+
+    def seconds(workload: Workload, machine: Machine, settings: PlanSettings) -> float:
+        key = repr((workload, machine, settings))
+        if key not in FORESEEN:
+            FORESEEN[key] = seconds_of_step(workload, machine, settings)
+        return FORESEEN[key]
+
+    monkeypatch.setattr(tuning, "seconds_of_step", seconds)
 
 
 def test_json_has_the_choice_the_curve_and_the_times(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

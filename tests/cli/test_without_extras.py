@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,13 +15,20 @@ import pytest
 _ABSENT = ("transformers", "tokenizers", "accelerate", "matplotlib", "tensorboard", "peft")
 _SCRIPT = """
 import contextlib, io, json, sys
-sys.modules.update(dict.fromkeys(json.loads(sys.argv[1])))
 from tiermem.cli.main import run
-for line in json.loads(sys.argv[2]):
+
+def carry_out(line):
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = run(line)
     print(json.dumps([code, out.getvalue(), err.getvalue()]))
+
+absent = json.loads(sys.argv[1])
+carry_out(["train", "--help"])
+print(json.dumps([name for name in absent if name in sys.modules]))
+sys.modules.update(dict.fromkeys(absent))
+for line in json.loads(sys.argv[2]):
+    carry_out(line)
 """
 _PLAN = ["plan", "125M", "--host-memory", "1GiB", "--machine", "laptop"]
 _NAMED = ["--host-memory", "64MiB", "--swap-dir", "."]
@@ -45,8 +53,8 @@ COMMANDS = {
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, str]]:
-    """Code, stdout and stderr of each command, all of one process that cannot import what is absent."""
+def told(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What one process tells: of --help, and what of the extras that took; then, without them, of each command."""
     directory = tmp_path_factory.mktemp("bare")
     (directory / "words.json").write_text("{}")
     lines = json.dumps([command for command, _, _ in COMMANDS.values()])
@@ -59,7 +67,19 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, st
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
-    return dict(zip(COMMANDS, (tuple(json.loads(line)) for line in ran.stdout.splitlines()), strict=True))
+    return [json.loads(line) for line in ran.stdout.splitlines()]
+
+
+@pytest.fixture
+def answers(told: list[Any]) -> dict[str, tuple[int, str, str]]:
+    """Code, stdout and stderr of each command, all of one process that cannot import what is absent."""
+    return dict(zip(COMMANDS, map(tuple, told[2:]), strict=True))
+
+
+def test_help_needs_no_extra_where_all_are_there(told: list[Any]) -> None:
+    (code, out, _), imported = told[:2]
+    assert (code, imported) == (0, [])
+    assert "--host-memory" in out
 
 
 @pytest.mark.parametrize("name", COMMANDS)
