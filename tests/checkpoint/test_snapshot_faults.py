@@ -29,15 +29,24 @@ from tiermem.checkpoint.reading import open_snapshot
 from tiermem.checkpoint.resharding import reshard
 from tiermem.checkpoint.tensor_file import TensorReader
 
+MADE: dict[tuple[Any, ...], dict[str, bytes]] = {}
+
 
 def made(directory: Path, **settings: Any) -> Path:
-    """A snapshot of a run of one step."""
+    """A snapshot of a run of one step, which is made once for all who ask for one of these settings."""
     (directory / "made").mkdir()
-    training = Training(make_config(directory / "made", **settings))
-    training.step()
-    training.runtime.snapshot(directory / "copy", {"step": 1, "scheduler": training.scheduler.state_dict()}).wait()
-    training.close()
-    return directory / "copy"
+    copy, key = directory / "copy", tuple(settings.items())
+    if key not in MADE:
+        training = Training(make_config(directory / "made", **settings))
+        training.step()
+        training.runtime.snapshot(copy, {"step": 1, "scheduler": training.scheduler.state_dict()}).wait()
+        training.close()
+        MADE[key] = {path.name: path.read_bytes() for path in copy.iterdir()}
+        return copy
+    copy.mkdir()
+    for name, content in MADE[key].items():
+        (copy / name).write_bytes(content)
+    return copy
 
 
 def refused(directory: Path, snapshot: Path, error: type[Exception] = swap.SwapError) -> str:

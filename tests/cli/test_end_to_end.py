@@ -16,6 +16,7 @@ from doubles_combinations import some_of
 from doubles_python import WarmPython
 
 import tiermem
+from tiermem.cli import main
 from tiermem.cli.interrupts import INTERRUPTED
 from tiermem.cli.subject import TrainOptions, find_subject
 from tiermem.cli.train import Training, learning_rate_factor
@@ -155,35 +156,43 @@ main.main()
 """
 
 
+OFTEN = ("--model", "llama-tiny", "--batch", "1", "--seq", "8", "--host-memory", "4MiB", "--json")
+OFTEN += ("--param-dtype", "float32", "--steps", "8")
+
+
+@pytest.fixture(scope="module")
+def losses(warm_python: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Of a training that nothing interrupts."""
+    words = ("train", *OFTEN, "--swap-dir", str(tmp_path_factory.mktemp("plain")))
+    return [step["loss"] for step in json.loads(warm_python.run("-m", "tiermem", *words).stdout)["steps"]]
+
+
 @pytest.mark.parametrize("when", [("--commit-every", "2"), ("--resume",)])
 def test_a_training_is_resumed_where_it_was_committed(
-    command: Command, warm_python: WarmPython, when: tuple[str, ...], tmp_path: Path
+    command: Command,
+    warm_python: WarmPython,
+    when: tuple[str, ...],
+    losses: list[float],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    common = ("--model", "llama-tiny", "--batch", "1", "--seq", "8", "--host-memory", "4MiB", "--json")
-    common += ("--param-dtype", "float32")
-    steps = 8
-    for name in ("plain", "run"):
-        (tmp_path / name).mkdir()
-    plain = command("train", *common, "--steps", str(steps), "--swap-dir", str(tmp_path / "plain"))
-    losses = [step["loss"] for step in json.loads(plain.stdout)["steps"]]
-    run = str(tmp_path / "run")
-    words = [warm_python.path, "-c", ENDLESS, "train", *common, "--steps", str(steps), "--swap-dir", run]
+    run, steps = str(tmp_path), len(losses)
+    words = [warm_python.path, "-c", ENDLESS, "train", *OFTEN, "--swap-dir", run]
     with subprocess.Popen([*words, *when], stdout=subprocess.DEVNULL, cwd=ROOT) as process:
-        while process.poll() is None and not list((tmp_path / "run").glob("*.manifest")):
+        while process.poll() is None and not list(tmp_path.glob("*.manifest")):
             time.sleep(0.01)
         process.terminate()
     assert process.returncode == INTERRUPTED
-    resumed = command("train", *common, "--steps", str(steps), "--swap-dir", run, "--resume")
+    resumed = command("train", *OFTEN, "--swap-dir", run, "--resume")
     found = [step["loss"] for step in json.loads(resumed.stdout)["steps"]]
     assert 1 <= len(found) <= steps - (2 if "2" in when else 1)
     assert found == losses[-len(found) :]
-    again = command("train", *common, "--steps", str(steps), "--swap-dir", run)
-    assert again.returncode == 1
-    assert "committed run" in again.stderr
-    assert json.loads(command("snapshot", "list", run, "--json").stdout)["step"] == steps
-    verified = command("snapshot", "verify", run, "--json")
-    assert verified.returncode == 0
-    report = json.loads(verified.stdout)
+    assert main.run(["train", *OFTEN, "--swap-dir", run]) == 1
+    assert "committed run" in capsys.readouterr().err
+    assert main.run(["snapshot", "list", run, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step"] == steps
+    assert main.run(["snapshot", "verify", run, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
     assert (report["step"], report["verified"], report["damaged"]) == (steps, True, [])
 
 
