@@ -48,10 +48,18 @@ def test_arguments(name: str, tmp_path: Path) -> None:
     check(paged(tmp_path / "paged", **settings), plain(tmp_path / "plain", **settings))
 
 
+ACCUMULATED: dict[str, Any] = {"gradient_accumulation_steps": 2, **EVERY_STEP}
+
+
+@pytest.fixture(scope="module")
+def accumulated(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """By plain PyTorch."""
+    return plain(tmp_path_factory.mktemp("plain"), **ACCUMULATED)
+
+
 @pytest.mark.parametrize("update", ["step", "backward", "auto"])
-def test_schedules_of_the_update(update: str, tmp_path: Path) -> None:
-    settings = {"gradient_accumulation_steps": 2, **EVERY_STEP}
-    check(paged(tmp_path / "paged", update=update, **settings), plain(tmp_path / "plain", **settings))
+def test_schedules_of_the_update(update: str, accumulated: Trained, tmp_path: Path) -> None:
+    check(paged(tmp_path, update=update, **ACCUMULATED), accumulated)
 
 
 def test_a_scheduler_and_an_optimizer_of_ones_own_with_groups(tmp_path: Path) -> None:

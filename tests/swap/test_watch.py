@@ -47,7 +47,7 @@ def test_a_process_that_is_stopped_goes_on_where_it_was(tmp_path: Path) -> None:
     assert child.stdout.readline() == "ready\n"
     reader.start()
     try:
-        for pause in range(3):
+        for pause in range(2):
             before = len(seen)
             time.sleep(0.1 + 0.017 * pause)
             child.send_signal(signal.SIGSTOP)
