@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from doubles import FaultySystemCalls, Stall
+from doubles_combinations import number_of
 from doubles_garbage import collect
 from doubles_pager import save_all
 
@@ -122,7 +123,7 @@ def test_contents_survive_random_leases_from_threads_and_coroutines(make: Any, b
     def work(own: range, seed: int) -> None:
         chance = random.Random(seed)
         try:
-            for turn in range(500):
+            for turn in range(number_of(250, 500)):
                 numbers, intent = draw(own, chance)
                 with pager.lease([key(number) for number in numbers], intent) as lease:
                     touch(lease, numbers, intent, chance)
@@ -134,7 +135,7 @@ def test_contents_survive_random_leases_from_threads_and_coroutines(make: Any, b
 
     async def stream() -> None:
         chance = random.Random(3)
-        for _ in range(400):
+        for _ in range(number_of(200, 400)):
             numbers, intent = draw(range(12, 18), chance)
             lease = await pager.acquire([key(number) for number in numbers], intent)
             await pager.run_worker(touch, lease, numbers, intent, chance)

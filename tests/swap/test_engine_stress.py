@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from doubles_combinations import number_of
 
 import swap
 from swap import AlignedBuffer, EngineSettings, Priority, SwapSpace
@@ -19,7 +20,7 @@ def user(space: SwapSpace, seed: int, errors: list[BaseException]) -> None:
     chance = random.Random(seed)
     model: dict[swap.Extent, int] = {}
     try:
-        for step in range(60):
+        for step in range(number_of(30, 60)):
             while len(model) < 4:
                 model[space.allocate(chance.randrange(1, 80) * 4096)] = -1
             started = []
@@ -75,7 +76,7 @@ def descriptors() -> int:
 
 
 @pytest.mark.parametrize("backend", ["threads", "aiofiles", "inline"])
-def test_a_hundred_cycles_leave_no_thread_and_no_descriptor(tmp_path: Path, backend: str) -> None:
+def test_many_cycles_leave_no_thread_and_no_descriptor(tmp_path: Path, backend: str) -> None:
     def cycle() -> None:
         settings = EngineSettings(backend=backend, queue_depth=2)
         with (
@@ -86,7 +87,7 @@ def test_a_hundred_cycles_leave_no_thread_and_no_descriptor(tmp_path: Path, back
 
     cycle()
     threads, open_files = threading.active_count(), descriptors()
-    for _ in range(100):
+    for _ in range(number_of(40, 100)):
         cycle()
     assert threading.active_count() <= threads
     assert descriptors() <= open_files
