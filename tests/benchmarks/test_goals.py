@@ -59,6 +59,10 @@ def test_parts_that_are_run_one_by_one_join_in_one_result(warm_python: WarmPytho
     text = markdown.read_text()
     raw = json.loads(markdown.with_suffix(".json").read_text())
     assert {run["contender"] for run in raw["batches"]} == {"accumulated", "vertical"}
+    for name in ("accumulated", "vertical"):
+        runs = [run for run in raw["batches"] if run["contender"] == name]
+        assert [len(run["seconds"]) for run in runs] == [2] * 5, "in turns there are five blocks of two steps"
+        assert len(runs[0]["losses"]) == 1 + 5 * 3
     assert "ZeRO-Infinity / `auto` | >= 2.0 | not measured | |" in text
     assert [command.split()[3] for command in raw["commands"]] == ["batches", "memory"]
     reason = memory_group.why_not()

@@ -64,18 +64,6 @@ def test_micro_batches_in_a_loop_and_together_have_the_same_losses(run_benchmark
     assert sum(together["details"]["bytes_read"]) < 0.8 * sum(loop["details"]["bytes_read"])  # about half as many
 
 
-def test_in_turns_there_are_five_blocks_of_two_steps(run_benchmark: Benchmark, tmp_path: Path) -> None:
-    results, settings = tmp_path / "results", "host_memory=8MiB,update=forward"
-    done = run_benchmark(
-        "--in-turns", "--no-plain", "--tiermem", settings, "--directory", str(tmp_path), "--results", str(results)
-    )
-    assert done.returncode == 0, done.stderr
-    (raw,) = results.glob("*.json")
-    runs = json.loads(raw.read_text())["runs"]
-    assert [len(run["seconds"]) for run in runs] == [2] * 5
-    assert len(runs[0]["losses"]) == 2 + 5 * 3
-
-
 @pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
 def test_steps_are_held_against_what_fio_reaches_in_the_same_rounds(run_benchmark: Benchmark, tmp_path: Path) -> None:
     contenders = ["--no-plain", "--tiermem", "host_memory=8MiB,update=forward", "--fio"]
