@@ -13,11 +13,8 @@ storage is there; what they write begins a parameter's record anew, which says w
 from __future__ import annotations
 
 import copy
-import inspect
 import itertools
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
 
@@ -30,10 +27,18 @@ from torch.utils._pytree import tree_map
 
 from tiermem.zero3.at_work import Repeated, is_given, modules_at_work, repeated_by
 from tiermem.zero3.made import ValueWatch, memory_of
+from tiermem.zero3.operations import (
+    Operation,
+    View,
+    all_equal,
+    assignment,
+    initialiser_at_work,
+    orthogonal_at_work,
+    targets_of,
+)
 from tiermem.zero3.writes import Writes, begin_anew, copy_writes, share_writes, writes_of
 
 _RECONSTRUCT: CodeType = copy._reconstruct.__code__  # type: ignore[attr-defined]  # noqa: SLF001
-_ORTHOGONAL: CodeType = inspect.unwrap(init.orthogonal_).__code__
 _KEPT_NBYTES = 4 << 20  # of values that a parameter was made of; most are initialised again, and the model is large
 # The same values in another form; transformers pads the bias of a head as it ties its weights, by nothing as a rule.
 _CONVERTING = frozenset({"aten::_to_copy", "aten::clone", "aten::constant_pad_nd"})
@@ -41,31 +46,6 @@ _CONVERTING = frozenset({"aten::_to_copy", "aten::clone", "aten::constant_pad_nd
 _OVERWRITE = frozenset(
     f"aten::{name}_" for name in ("zero", "fill", "copy", "uniform", "normal", "random", "exponential", "bernoulli")
 ) | {init.__name__}
-
-
-@dataclass(frozen=True, slots=True)
-class _View:
-    """Some elements of the parameter itself, in its memory; `whole`: all of them, as the parameter shows them."""
-
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    whole: bool
-
-    def of(self, values: torch.Tensor) -> torch.Tensor:
-        return (
-            values if self.whole else values.as_strided(self.size, self.stride, values.storage_offset() + self.offset)
-        )
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _Operation:
-    """A function and what it was called with."""
-
-    func: Callable[..., object]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    name: str
 
 
 class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -112,7 +92,7 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if values is None:
             writes.lose("made")
         else:
-            writes.calls.append(_assignment(values.detach()))
+            writes.calls.append(assignment(values.detach()))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -122,14 +102,14 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **given)
         name = func._schema.name  # noqa: SLF001 - torch has no other way to ask
         if func._schema.is_mutable:  # noqa: SLF001
-            for target in _targets(func, args, given):
+            for target in targets_of(func, args, given):
                 if not target.is_meta:
                     self._watch.wrote(target, name, (args, given), whole=name in _OVERWRITE)
                     continue
                 self._constants.pop(memory_of(target), None)
                 frame = sys._getframe(1)  # noqa: SLF001
-                at_work = _orthogonal_at_work(frame)
-                self.note(target, at_work or _Operation(func, args, given, name), frame)
+                at_work = orthogonal_at_work(frame)
+                self.note(target, at_work or Operation(func, args, given, name), frame)
             return result
         if name in _CONVERTING and result.is_meta:
             owner = self._owner(memory_of(args[0]))
@@ -155,8 +135,8 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._forms[memory_of(result)] = result, made, attribute
 
     def _keep(self, writes: Writes, values: torch.Tensor) -> None:
-        if _all_equal(values) or values.numel() * values.itemsize <= _KEPT_NBYTES:
-            writes.made = _assignment(values)
+        if all_equal(values) or values.numel() * values.itemsize <= _KEPT_NBYTES:
+            writes.made = assignment(values)
 
     def _note_constant(self, made: torch.Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the value of one element that is made of what is there."""
@@ -165,7 +145,7 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with torch.no_grad():
                 self._constants[memory_of(made)] = made, func(*args, **{**kwargs, "device": torch.device("cpu")})
 
-    def note(self, target: torch.Tensor, operation: _Operation, frame: FrameType) -> None:
+    def note(self, target: torch.Tensor, operation: Operation, frame: FrameType) -> None:
         """An operation, called from `frame`, writes into `target`, which has no storage."""
         module, _, bare = self._find(target, frame)
         if module is None or bare is None:
@@ -186,7 +166,7 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         func = operation.func
 
         def call(values: torch.Tensor) -> object:
-            here = tree_map(lambda each: each.of(values) if isinstance(each, _View) else each, (args, kwargs))
+            here = tree_map(lambda each: each.of(values) if isinstance(each, View) else each, (args, kwargs))
             return func(*here[0], **here[1])
 
         writes.calls.append(call)
@@ -233,7 +213,7 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise _LostError
         whole = each.shape == bare.shape and each.stride() == bare.stride()
         writes.needs_stride |= not whole
-        return _View(tuple(each.shape), tuple(each.stride()), int(each.storage_offset()), whole)
+        return View(tuple(each.shape), tuple(each.stride()), int(each.storage_offset()), whole)
 
     def _know(self, module: nn.Module, name: str, bare: nn.Parameter) -> Writes:
         """Note that this parameter is, or is about to be, in that place; returns the record of it."""
@@ -295,55 +275,15 @@ class InitialiserWatch(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if getattr(func, "__self__", None) is torch.Tensor.is_meta and result:
             frame = sys._getframe(1)  # noqa: SLF001
-            asking = _initialiser_at_work(frame)
+            asking = initialiser_at_work(frame)
             if asking is not None:
                 self._recorder.note(args[0], asking, frame)
         return result
-
-
-def _initialiser_at_work(frame: FrameType) -> _Operation | None:
-    """The call of a function of `torch.nn.init` that `frame` is; None if it is something else."""
-    func = getattr(init, frame.f_code.co_name, None)
-    if func is None or getattr(inspect.unwrap(func), "__code__", None) is not frame.f_code:
-        return None
-    given = tuple(frame.f_locals[name] for name in inspect.getargs(frame.f_code).args)
-    return _Operation(func, given, {}, init.__name__)
-
-
-def _orthogonal_at_work(frame: FrameType) -> _Operation | None:
-    """The call of `orthogonal_` that writes. In torch 2.11 it does not ask: it computes without values, and copies."""
-    each: FrameType | None = frame
-    while each is not None and each.f_code is not _ORTHOGONAL:
-        each = each.f_back
-    return None if each is None else _initialiser_at_work(each)
 
 
 class _LostError(Exception):
     """An operation uses values that are not there."""
 
 
-def _assignment(values: torch.Tensor) -> Callable[[torch.Tensor], object]:
-    """Gives a parameter these values; of equal ones only one is kept."""
-    kept = values
-    if _all_equal(values):
-        kept = values.flatten()[0].clone().expand(values.shape)
-    return lambda place: place.copy_(kept)
-
-
-def _all_equal(values: torch.Tensor) -> bool:
-    return values.numel() > 0 and bool((values == values.flatten()[0]).all())
-
-
 def _place(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.shape, tensor.stride(), tensor.storage_offset()
-
-
-def _targets(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """The tensors that an operation writes into."""
-    for position, argument in enumerate(func._schema.arguments):  # noqa: SLF001
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
-        for each in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(each, torch.Tensor):
-                yield each
