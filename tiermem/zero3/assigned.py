@@ -16,7 +16,7 @@ import copy
 import itertools
 import sys
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -48,6 +48,15 @@ _OVERWRITE = frozenset(
 ) | {init.__name__}
 
 
+class _Form(NamedTuple):
+    """The values of a parameter in other memory, on their way to be its `.data`, and what was written into them."""
+
+    values: torch.Tensor
+    module: nn.Module
+    name: str
+    writes: Writes
+
+
 class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes what is written into parameters without storage while it is active, on its thread."""
 
@@ -58,8 +67,7 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._objects: dict[int, tuple[nn.Module, str, nn.Parameter]] = {}
         # Constants on their way into a parameter (`weight[0] = 3.0`): torch brings them to its device first.
         self._constants: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        # The values of parameters in other forms, by memory, and whose those are: on their way to be their `.data`.
-        self._forms: dict[int, tuple[torch.Tensor, nn.Module, str]] = {}
+        self._forms: dict[int, _Form] = {}  # by memory
         self._writes: dict[int, Writes] = {}  # by identity, too: a place may be another parameter's by now
         self._watch = ValueWatch()
 
@@ -112,9 +120,9 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.note(target, at_work or Operation(func, args, given, name), frame)
             return result
         if name in _CONVERTING and result.is_meta:
-            owner = self._owner(memory_of(args[0]))
-            if owner is not None and result.shape == args[0].shape and self._is_whole(args[0]):
-                self._forms[memory_of(result)] = result, *owner
+            form = self._form(args[0])
+            if form is not None and result.shape == args[0].shape and self._is_whole(args[0]):
+                self._show(result, form.module, form.name, form.writes.as_dtype(args[0].dtype, result.dtype))
             if name == "aten::clone":
                 self._note_copy(args[0], result, sys._getframe(1))  # noqa: SLF001
         self._watch.computed(name, (args, given), result)
@@ -132,7 +140,7 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for attribute, parameter in copied._parameters.items():  # noqa: SLF001
             if parameter is not None and memory_of(parameter) == memory_of(original):
                 copy_writes(copied, attribute, made, attribute)
-                self._forms[memory_of(result)] = result, made, attribute
+                self._show(result, made, attribute, writes_of(made, attribute, result))
 
     def _keep(self, writes: Writes, values: torch.Tensor) -> None:
         if all_equal(values) or values.numel() * values.itemsize <= _KEPT_NBYTES:
@@ -156,7 +164,7 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             writes.clear()
             writes.is_reset = again is Repeated.RESET
             return
-        if target.numel() == bare.numel() and operation.name in _OVERWRITE:
+        if target.numel() == bare.numel() and operation.name in _OVERWRITE and not self._reads_own(operation, bare):
             writes.clear()
         try:
             args, kwargs = tree_map(lambda each: self._take(each, bare, writes), (operation.args, operation.kwargs))
@@ -177,7 +185,8 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return values
         module, name, bare = self._objects.get(id(target), (None, "", None))
         if bare is not target:  # unknown as yet: of a deep copy
-            module, name = self._owner(memory_of(target)) or (None, "")
+            form = self._form(target)
+            module, name = (None, "") if form is None else (form.module, form.name)
             bare = None if module is None else module._parameters.get(name)  # noqa: SLF001 - getattr might compute it
         if module is None or bare is None or bare is not target:
             return values
@@ -190,16 +199,39 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not again:
                 kept = values.detach()  # all of it, in its memory: somebody may have yet to write it
                 writes.calls.append(lambda place: place.copy_(kept))
-            self._forms[memory_of(shown)] = shown, module, name
+            self._show(shown, module, name, writes)
             return shown
-        memory = memory_of(values)
-        own = memory == memory_of(target) or self._owner(memory) == (module, name)
+        memory, form = memory_of(values), self._form(values)
+        own = memory == memory_of(target) or (form is not None and (form.module, form.name) == (module, name))
         if self._is_shown(memory) and not own:
             return values  # another's: a tie, which `guards` refuse
-        # Its own values in another form; or turned, or a part of them, before there is anything to lose: no loss.
-        if not (own and (self._is_whole(values) or not writes.is_any)) and not again:
+        there = writes if form is None or memory == memory_of(target) else form.writes
+        if again:
+            writes.clear()
+            writes.is_reset = again is Repeated.RESET
+        elif own and self._is_whole(values):
+            writes.become(there)  # its own values in another form, or those of before
+        elif not own or there.is_any:  # else turned, or a part of them, before there is anything to lose: no loss
             writes.lose("an assignment to .data")
+        if memory != memory_of(target):
+            self._show(values, module, name, writes)
         return values
+
+    def end(self) -> None:
+        """Nothing more is watched: what has come into other memory out of sight is lost, but for its own values."""
+        for module, name, bare in self._objects.values():
+            here = module._parameters.get(name) is bare and bare.is_meta  # noqa: SLF001 - getattr might compute it
+            if here and not self._is_shown(memory_of(bare)):
+                self._came(module, name, bare)
+
+    def _came(self, module: nn.Module, name: str, bare: nn.Parameter) -> None:
+        """The parameter is found in memory that is not known to be its own."""
+        is_new, form = id(bare) not in self._objects, self._form(bare)
+        writes = self._know(module, name, bare)
+        if form is not None and (form.module, form.name) == (module, name):
+            writes.become(form.writes)
+        elif not is_new:
+            writes.lose("torch.utils.swap_tensors")
 
     def _take(self, each: Any, bare: nn.Parameter, writes: Writes) -> Any:
         """What is kept of an argument: the place of the parameter's own elements, a copy of other values."""
@@ -214,6 +246,11 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         whole = each.shape == bare.shape and each.stride() == bare.stride()
         writes.needs_stride |= not whole
         return View(tuple(each.shape), tuple(each.stride()), int(each.storage_offset()), whole)
+
+    def _reads_own(self, operation: Operation, bare: nn.Parameter) -> bool:
+        """Whether the values that are written are some of the parameter's own."""
+        values = operation.args[1:]
+        return any(isinstance(each, torch.Tensor) and memory_of(each) == memory_of(bare) for each in values)
 
     def _know(self, module: nn.Module, name: str, bare: nn.Parameter) -> Writes:
         """Note that this parameter is, or is about to be, in that place; returns the record of it."""
@@ -233,24 +270,30 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             all_of_it = self._forms[memory][0]
         return _place(values) == _place(all_of_it)
 
-    def _owner(self, memory: int) -> tuple[nn.Module, str] | None:
-        """Whose values these are, in whatever form."""
+    def _form(self, values: torch.Tensor) -> _Form | None:
+        """Whose values these are, in whatever form, as of now."""
+        memory = memory_of(values)
         if self._is_shown(memory):
-            return self._known[memory][:2]
-        return self._forms[memory][1:] if memory in self._forms else None
+            module, name, bare = self._known[memory]
+            return _Form(bare, module, name, self._writes[id(bare)])
+        return self._forms.get(memory)
+
+    def _show(self, values: torch.Tensor, module: nn.Module, name: str, writes: Writes) -> None:
+        """These are values of the module's parameter, as it is now: it may be given them later."""
+        self._forms[memory_of(values)] = _Form(values, module, name, writes.as_dtype(values.dtype, values.dtype))
 
     def _find(self, target: torch.Tensor, frame: FrameType) -> tuple[nn.Module | None, str, nn.Parameter | None]:
         """Whose parameter the target shows; one with other memory than it began with is looked for on the stack."""
         memory = memory_of(target)
         if self._is_shown(memory):
             return self._known[memory]
-        owner = self._owner(memory)
-        places = [owner] if owner is not None else []
+        form = self._form(target)
+        places = [(form.module, form.name)] if form is not None else []
         working = ((module, name) for module in modules_at_work(frame) for name in module._parameters)  # noqa: SLF001
         for module, name in itertools.chain(places, working):
             parameter = module._parameters.get(name)  # noqa: SLF001 - getattr might compute it
             if parameter is not None and parameter.is_meta and memory_of(parameter) == memory:
-                self._know(module, name, parameter)
+                self._came(module, name, parameter)
                 return module, name, parameter
         return None, "", None
 

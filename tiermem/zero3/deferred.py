@@ -55,6 +55,7 @@ def deferred_init() -> Iterator[None]:
     try:
         with recorder, InitialiserWatch(recorder):
             yield
+            recorder.end()
     finally:
         handle.remove()
 

@@ -9,13 +9,25 @@ error.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, MutableMapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tiermem.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """Among what was written: values of one dtype became another one's."""
+
+    found: torch.dtype
+    made: torch.dtype
+
+    def __call__(self, values: torch.Tensor) -> torch.Tensor:
+        """What is written into next."""
+        return values.to(self.made)
 
 
 @dataclass(slots=True)
@@ -36,12 +48,22 @@ class Writes:
     @property
     def is_any(self) -> bool:
         """Whether there is anything to repeat, or to give the parameter."""
-        return bool(self.calls or self.made)
+        return bool(self.made) or any(not isinstance(call, Conversion) for call in self.calls)
 
     def clear(self) -> None:
         """Nothing is left of what was written before."""
         self.calls.clear()
         self.lost, self.needs_stride = None, False
+
+    def as_dtype(self, found: torch.dtype, made: torch.dtype) -> Writes:
+        """The same, and behind it a conversion, if it is one."""
+        return replace(self, calls=[*self.calls, *([Conversion(found, made)] if found != made else [])])
+
+    def become(self, other: Writes) -> None:
+        """What was written is that of `other`."""
+        for each in fields(self):
+            value = getattr(other, each.name)
+            setattr(self, each.name, list(value) if each.name == "calls" else value)
 
     def lose(self, what: str) -> None:
         """The parameter is made of values that were not there: what it was made of before may have another shape."""
@@ -120,6 +142,15 @@ def _repeat(writes: Writes, values: torch.Tensor, name: str) -> None:
             f"repeated now ({reason}): expected constants, random numbers or tensors with values; pass init= or "
             "weights=, or build the model without deferred_init"
         )
+    conversions = [call for call in writes.calls if isinstance(call, Conversion)]
+    place = values
+    if conversions and conversions[0] is not writes.calls[0]:
+        place = values.to(conversions[0].found)
     with torch.no_grad():
         for call in writes.calls:
-            call(values)
+            if isinstance(call, Conversion):
+                place = call(place)
+            else:
+                call(place)
+        if place is not values:
+            values.copy_(place)
