@@ -151,6 +151,47 @@ def test_values_that_a_module_has_beside_absent_ones_stay():
     assert sharded.value("2.weight").std() > 0
 
 
+class Parent(nn.Module):
+    """Writes into its parts, too: by `reset_parameters`, or by `_init_weights`."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.empty(4))
+        self.one, self.two = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        if own:
+            self._init_weights = self.write
+            self.write(self)
+        else:
+            self.reset_parameters()
+
+    def write(self, module) -> None:
+        if module is self:
+            self.reset_parameters()
+        elif isinstance(module, nn.BatchNorm1d):
+            module.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for parameter in self.parameters():
+            nn.init.constant_(parameter, 0.5)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_values_that_parts_have_stay_as_a_parent_initialises_its_own(own):
+    with deferred_init():
+        model = nn.Sequential(Parent(own), nn.Linear(4, 4))
+    model[0].one.weight = nn.Parameter(torch.full((4, 4), 3.0))
+    model[0].two = nn.BatchNorm1d(4)
+    model[0].two.running_var.fill_(7.0)
+    sharded = Sharded(model, units=[model[0].one, model[0].two, model[0]])
+    assert (sharded.value("0.own") == 0.5).all()
+    assert (sharded.value("0.one.weight") == 3.0).all()
+    assert (sharded.value("0.two.weight") == 1.0).all()
+    assert (model[0].two.running_var == 7.0).all()
+    if own:
+        assert (sharded.value("0.one.bias") == 0.5).all()
+    assert sharded.value("1.weight").std() > 0
+
+
 def test_an_error_of_an_initialisation_says_what_it_was_about():
     """torch's own speaks of devices only, as for spectral_norm under deferred_init."""
     with deferred_init():

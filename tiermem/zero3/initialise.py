@@ -5,7 +5,8 @@ beyond their root module. Guarantees that memory nobody initialised never become
 
 Why parents are called too: many models initialise a layer's parts from the class above (a residual projection scaled
 by depth, an embedding from the whole model), children first. While one unit is being initialised every other parameter
-is on the meta device, where writing does nothing, so calling the parents of each unit repeats exactly that order.
+is on the meta device, where writing does nothing, so calling the parents of each unit repeats exactly that order. So
+are those that are present: they have their values.
 
 Models of transformers tie weights after their initialisation: what it writes through the name that is tied, say of the
 head, is dropped there. So those names, too, are on the meta device meanwhile.
@@ -43,8 +44,10 @@ class Initialiser:
         self._names = {id(module): name for name, module in model.named_modules()}
         self._own: dict[int, Init] = {}
         self._parents: dict[int, list[nn.Module]] = {}
-        # Parents of modules that are present would write into them again: only a wholly absent model is walked upwards.
-        self._deferred = all(parameter.is_meta for parameter in model.parameters())
+        # Beside present ones only that is called below which an absent one lies: other buffers are as they should be.
+        places = [(module, *each) for module in model.modules() for each in module._parameters.items()]  # noqa: SLF001
+        self._present = [(module, name) for module, name, each in places if each is not None and not each.is_meta]
+        self._reaching = {id(each) for each in model.modules() if not self._present or _has_absent(each)}
         self._tied_later = list(_tied_later(model))
         self._note(model, None, [])
 
@@ -57,12 +60,15 @@ class Initialiser:
         owned = {(id(place.module), place.attribute) for place in fresh}
         below = list(_children_first(root))
         buffers = [made for module in below if id(module) in owners for made in self._give_buffers_storage(module)]
-        above = self._parents.get(id(root), []) if self._deferred else []
+        above = self._parents.get(id(root), [])
         # What a module has besides, with values of its own, is written by its initialisation, too, and is to stay.
         present = list(_present(below, fresh)) if self._init is None else []
         with torch.no_grad(), ExitStack() as stack:
             for module, attribute in self._tied_later if self._init is None else ():
                 if (id(module), attribute) not in owned:  # else what is tied comes first in the model: it is this one
+                    stack.callback(_untie(module, attribute))
+            for module, attribute in self._present if self._init is None else ():
+                if id(module) not in owners:
                     stack.callback(_untie(module, attribute))
             self._call(below, above, owners, set())
             # As in a constructor, where `reset_parameters` comes first: what the model's own leaves out is from there.
@@ -97,7 +103,7 @@ class Initialiser:
             own = None
         if owned and (own is None or reset_first):
             _reset(module)
-        if own is not None and (self._deferred or owned):
+        if own is not None and (owned or id(module) in self._reaching):
             own(module)
 
     def run_buffers(self, module: nn.Module) -> None:
@@ -178,6 +184,10 @@ def _present(modules: Sequence[nn.Module], fresh: Sequence[Place]) -> Iterator[t
         if id(parameter) not in known and not parameter.is_meta and not is_placeholder(parameter):
             known.add(id(parameter))
             yield parameter, parameter.detach().clone()
+
+
+def _has_absent(module: nn.Module) -> bool:
+    return any(parameter.is_meta for parameter in module.parameters())
 
 
 def _untie(module: nn.Module, attribute: str) -> Callable[[], None]:
