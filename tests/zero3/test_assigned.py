@@ -759,3 +759,51 @@ def test_a_part_of_the_values_that_a_parameter_was_made_of_is_named(dtype):
     with pytest.raises(ConfigError, match=r"parameter made was written under deferred_init"):
         deferred(part)
     assert (deferred(lambda self: (part(self), self.made.data.fill_(2.0))).value("made") == 2.0).all()
+
+
+class Words(nn.Module):
+    """An embedding and a head, one weight; `tied`: whose place the other one's weight takes."""
+
+    def __init__(self, first, tied, when) -> None:
+        super().__init__()
+        kinds = {"embed": lambda: nn.Embedding(40, 16), "head": lambda: nn.Linear(16, 40, bias=False)}
+        other = "head" if first == "embed" else "embed"
+        setattr(self, first, kinds[first]())
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        setattr(self, other, kinds[other]())
+        if when == "before":
+            self.apply(self.initialise)
+        getattr(self, tied).weight = getattr(self, "head" if tied == "embed" else "embed").weight
+        if when == "after":
+            self.apply(self.initialise)
+
+    def initialise(self, module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.constant_(module.weight, 0.5)
+        if isinstance(module, nn.Embedding):
+            nn.init.constant_(module.weight, 0.25)
+
+
+class OwnWords(Words):
+    def _init_weights(self, module) -> None:
+        self.initialise(module)
+
+    def apply(self, function):
+        return super().apply(self._init_weights)
+
+
+@pytest.mark.parametrize("first", ["embed", "head"])
+@pytest.mark.parametrize("tied", ["embed", "head"])
+@pytest.mark.parametrize("when", ["never", "before", "after"])
+@pytest.mark.parametrize("kind", [Words, OwnWords])
+def test_what_is_tied_has_the_values_of_that_whose_initialisation_came_last(first, tied, when, kind):
+    """It was initialised as what comes first in the model, in silence."""
+    torch.manual_seed(1)
+    plain = kind(first, tied, when).head.weight.detach()
+    with deferred_init():
+        model = kind(first, tied, when)
+    values = Sharded(model, units=list(model.layers)).value("head.weight")
+    if when == "never":
+        assert values.std().item() == pytest.approx(plain.std().item(), rel=0.2)
+    else:
+        assert torch.equal(values, plain)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from doubles_sharded import compare
+from doubles_sharded import Sharded, compare
+
+from tiermem.zero3.deferred import deferred_init
 
 transformers = pytest.importorskip("transformers")
 
@@ -73,3 +75,17 @@ def test_same_gradients(name, checkpointing):
     sharded = compare(model, step, reference=reference, early=True)
     assert sharded.gatherer.statistics().lingering == 0
     assert len(sharded.divided.units) >= 4
+
+
+def test_a_tied_weight_that_the_head_has_first_is_initialised_as_an_embedding_is():
+    """Its padding was drawn, as the head's would be."""
+    with deferred_init():
+        model = transformers.CamembertForMaskedLM(
+            transformers.CamembertConfig(
+                vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+            )
+        )
+    assert next(iter(dict(model.named_parameters(remove_duplicate=False)))).startswith("lm_head")
+    values = Sharded(model).value("lm_head.decoder.weight")
+    assert not values[model.config.pad_token_id].any()
+    assert values[2:].std().item() == pytest.approx(0.02, rel=0.2)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import itertools
 import sys
+import weakref
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from tiermem.zero3.at_work import Repeated, is_given, modules_at_work, repeated_by
+from tiermem.zero3.at_work import Repeated, is_given, module_given, modules_at_work, repeated_by
 from tiermem.zero3.made import ValueWatch, memory_of
 from tiermem.zero3.operations import (
     Operation,
@@ -163,6 +164,8 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if again := repeated_by(module, frame):
             writes.clear()
             writes.is_reset = again is Repeated.RESET
+            given = module if writes.is_reset else module_given(bare, frame)
+            writes.owner = writes.owner if given is None else weakref.ref(given)
             return
         if target.numel() == bare.numel() and operation.name in _OVERWRITE and not self._reads_own(operation, bare):
             writes.clear()

@@ -52,6 +52,18 @@ def repeated_by(module: nn.Module, frame: FrameType) -> Repeated | None:
     return None
 
 
+def module_given(bare: nn.Parameter, frame: FrameType | None) -> nn.Module | None:
+    """Of the modules that `_init_weights` is called with, the one that has this parameter itself."""
+    while frame is not None:
+        if frame.f_code.co_name == _OWN_INIT:
+            for name in inspect.getargs(frame.f_code).args:
+                given = frame.f_locals.get(name)
+                if isinstance(given, nn.Module) and any(bare is each for each in given._parameters.values()):  # noqa: SLF001
+                    return given
+        frame = frame.f_back
+    return None
+
+
 def own_init(module: nn.Module) -> Callable[[nn.Module], object] | None:
     """The model's own `_init_weights`, if there is one and it is a function of a module.
 

@@ -24,8 +24,8 @@ from torch import nn
 from tiermem.errors import ConfigError
 from tiermem.zero3.at_work import own_init
 from tiermem.zero3.placeholder import is_placeholder, marker_value
-from tiermem.zero3.units import Place
-from tiermem.zero3.writes import is_reset
+from tiermem.zero3.units import Member, Place
+from tiermem.zero3.writes import is_owner, is_reset
 
 Init = Callable[[nn.Module], object]
 
@@ -51,11 +51,30 @@ class Initialiser:
         self._tied_later = list(_tied_later(model))
         self._note(model, None, [])
 
-    def run(self, root: nn.Module, fresh: Sequence[Place]) -> None:
-        """Initialise what lies at and below `root`; `fresh`: the owners' places that have just received storage.
+    def run_all(self, root: nn.Module, fresh: Sequence[Member]) -> None:
+        """Initialise the parameters of one root, which have just received storage.
 
-        Raises ConfigError naming a meta buffer that is left without values.
+        A tied one by the module whose initialisation its values are in a plain model, wherever that lies. Raises
+        ConfigError naming a meta buffer that is left without values.
         """
+        chosen = {member: self._place_of(member) for member in fresh}
+        below = {id(module) for module in root.modules()}
+        away = [place for place in chosen.values() if id(place.module) not in below]
+        here = [place for place in chosen.values() if id(place.module) in below]
+        known = [member for member, place in chosen.items() if is_owner(place.module, place.attribute)]
+        for start, places in (*((place.module, [place]) for place in away), *([(root, here)] if here else [])):
+            others = (place for member in (fresh if away else known) for place in member.places if place not in places)
+            self._run(start, places, [(place.module, place.attribute) for place in others])
+
+    def _place_of(self, member: Member) -> Place:
+        places = member.places if self._init is None else member.places[:1]
+        later = {(id(module), attribute) for module, attribute in self._tied_later}
+        owning = (place for place in places if is_owner(place.module, place.attribute))
+        earlier = (place for place in places if (id(place.module), place.attribute) not in later)
+        return next(owning, next(earlier, places[0]))
+
+    def _run(self, root: nn.Module, fresh: Sequence[Place], elsewhere: Sequence[tuple[nn.Module, str]]) -> None:
+        """Initialise at and below `root` what is `fresh`; `elsewhere`: places of what is to be left alone there."""
         owners = {id(place.module) for place in fresh}
         owned = {(id(place.module), place.attribute) for place in fresh}
         below = list(_children_first(root))
@@ -64,8 +83,8 @@ class Initialiser:
         # What a module has besides, with values of its own, is written by its initialisation, too, and is to stay.
         present = list(_present(below, fresh)) if self._init is None else []
         with torch.no_grad(), ExitStack() as stack:
-            for module, attribute in self._tied_later if self._init is None else ():
-                if (id(module), attribute) not in owned:  # else what is tied comes first in the model: it is this one
+            for module, attribute in (*self._tied_later, *elsewhere) if self._init is None else ():
+                if (id(module), attribute) not in owned:  # else it is there only
                     stack.callback(_untie(module, attribute))
             for module, attribute in self._present if self._init is None else ():
                 if id(module) not in owners:

@@ -184,7 +184,7 @@ class Materializer:
                 bare[member.number] = version(new)
         missing = [member for member in members if not self._load(member, parameters[member.number])]
         if any(member.number in absent for member in missing):
-            initialiser.run(root, [member.places[0] for member in fresh])
+            initialiser.run_all(root, fresh)
             for member in fresh if self.init is None else ():
                 named = ((place.module, place.attribute, place.name) for place in member.places)
                 repeat_writes(named, parameters[member.number].data)

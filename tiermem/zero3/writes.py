@@ -8,6 +8,7 @@ error.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass, field, fields, replace
 
@@ -35,7 +36,8 @@ class Writes:
     """What was written into one parameter, in order; `lost`: the name of an operation that cannot be repeated.
 
     `made`: gives it the values it was made of, if they are known; they come before whatever initialises it. `is_reset`:
-    of what initialises it, its module's `reset_parameters` came last, and no `_init_weights` behind it.
+    of what initialises it, its module's `reset_parameters` came last, and no `_init_weights` behind it. `owner`: of the
+    modules that have it, the one whose initialisation that is.
     """
 
     stride: tuple[int, ...]
@@ -44,6 +46,7 @@ class Writes:
     lost: str | None = None
     needs_stride: bool = False
     is_reset: bool = False
+    owner: weakref.ref[nn.Module] | None = None
 
     @property
     def is_any(self) -> bool:
@@ -75,7 +78,7 @@ _records: MutableMapping[nn.Module, dict[str, Writes]] = WeakIdKeyDictionary()
 
 def writes_of(module: nn.Module, name: str, bare: torch.Tensor) -> Writes:
     """The record of the module's parameter `bare`, which has no storage."""
-    return _records.setdefault(module, {}).setdefault(name, Writes(tuple(bare.stride())))
+    return _records.setdefault(module, {}).setdefault(name, Writes(tuple(bare.stride()), owner=weakref.ref(module)))
 
 
 def begin_anew(module: nn.Module, name: str) -> None:
@@ -92,7 +95,7 @@ def copy_writes(module: nn.Module, name: str, copy: nn.Module, as_name: str) -> 
     """The parameter `as_name` of `copy` is a copy of the module's, with all that was written into it."""
     writes = _records.get(module, {}).get(name)
     if writes is not None:
-        _records.setdefault(copy, {})[as_name] = replace(writes, calls=list(writes.calls))
+        _records.setdefault(copy, {})[as_name] = replace(writes, calls=list(writes.calls), owner=weakref.ref(copy))
 
 
 def forget_writes(model: nn.Module) -> None:
@@ -109,6 +112,12 @@ def give_made(module: nn.Module, attribute: str, values: torch.Tensor) -> bool:
     with torch.no_grad():
         writes.made(values)
     return True
+
+
+def is_owner(module: nn.Module, attribute: str) -> bool:
+    """Whether the module's initialisation is that of its parameter, which others may have, too."""
+    writes = _records.get(module, {}).get(attribute)
+    return writes is not None and writes.owner is not None and writes.owner() is module
 
 
 def is_reset(module: nn.Module) -> bool:
