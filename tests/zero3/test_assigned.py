@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 
 import numpy as np
 import pytest
@@ -807,3 +808,48 @@ def test_what_is_tied_has_the_values_of_that_whose_initialisation_came_last(firs
         assert values.std().item() == pytest.approx(plain.std().item(), rel=0.2)
     else:
         assert torch.equal(values, plain)
+
+
+def test_a_block_in_a_block_and_a_block_behind_it_write_as_one_would():
+    """The first noted everything twice, and the second nothing that was made before it."""
+    with deferred_init():
+        one = nn.Linear(24, 24)
+        with deferred_init():
+            two = nn.Linear(24, 24)
+            for module in (one, two):
+                nn.init.constant_(module.weight, 2.0).data.mul_(3.0)
+        nn.init.constant_(two.bias, 2.0).data.mul_(3.0)
+    with deferred_init():
+        one.weight.data.mul_(2.0)
+        nn.init.constant_(one.bias, 0.1)
+        one.half().float()
+        three = copy.deepcopy(two)
+        three.bias = one.bias
+        four = nn.Linear(24, 24)
+        four.weight = two.weight
+    found = Sharded(nn.Sequential(one, two, three, four))
+    for name, expected in {"0.weight": 12.0, "0.bias": 0.1, "1.weight": 6.0, "1.bias": 6.0, "2.weight": 6.0}.items():
+        assert (found.value(name) == torch.tensor(expected).half().float()).all(), name
+    assert found.model[2].bias is found.model[0].bias
+    assert found.model[3].weight is found.model[1].weight
+
+
+def test_what_another_thread_builds_meanwhile_is_built_as_ever():
+    """Its parameters lost what was written into them there, in silence."""
+
+    def build(built):
+        built.append(nn.Linear(24, 24))
+        nn.init.constant_(built[0].weight, 3.0)
+
+    built: list[nn.Module] = []
+    with deferred_init():
+        model = nn.Linear(24, 24)
+        thread = threading.Thread(target=build, args=(built,))
+        thread.start()
+        thread.join()
+        both = nn.Sequential(model, *built)
+    assert both[0].weight.is_meta
+    assert not both[1].weight.is_meta
+    found = Sharded(both)
+    assert (found.value("1.weight") == 3.0).all()
+    assert found.value("0.weight").std() > 0

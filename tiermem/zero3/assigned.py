@@ -37,7 +37,7 @@ from tiermem.zero3.operations import (
     orthogonal_at_work,
     targets_of,
 )
-from tiermem.zero3.writes import Writes, begin_anew, copy_writes, share_writes, writes_of
+from tiermem.zero3.writes import Writes, all_written, begin_anew, copy_writes, share_writes, writes_of
 
 _RECONSTRUCT: CodeType = copy._reconstruct.__code__  # type: ignore[attr-defined]  # noqa: SLF001
 _KEPT_NBYTES = 4 << 20  # of values that a parameter was made of; most are initialised again, and the model is large
@@ -71,6 +71,11 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._forms: dict[int, _Form] = {}  # by memory
         self._writes: dict[int, Writes] = {}  # by identity, too: a place may be another parameter's by now
         self._watch = ValueWatch()
+        for module, name, writes in all_written():  # of blocks before
+            parameter = module._parameters.get(name)  # noqa: SLF001 - getattr might compute it
+            if parameter is not None and parameter.is_meta and id(parameter) not in self._objects:
+                self._writes[id(parameter)] = writes
+                self._know(module, name, parameter)
 
     def register(self, module: nn.Module, name: str, bare: nn.Parameter, values: torch.Tensor | None) -> None:
         """A parameter without storage is about to become the module's. `values`: what it had, None if that is unknown.

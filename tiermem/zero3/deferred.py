@@ -7,6 +7,7 @@ its attributes, `requires_grad` and ties stay; buffers are real.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from tiermem.zero3.assigned import InitialiserWatch, WriteRecorder
 from tiermem.zero3.engine import successor
@@ -32,13 +34,17 @@ def deferred_init() -> Iterator[None]:
     `weights=` these alone count.
     Random values are drawn for each parameter: a deep copy begins with others than its original.
     What is written into parameters after the block, still without memory, is lost, as it is on the meta device: write
-    inside it, or inside `runtime.gathered(..., write=True)`.
+    inside it, or inside `runtime.gathered(..., write=True)`. What another thread builds meanwhile is as ever, and what
+    it writes into parameters of this one is lost.
     """
-    recorder = WriteRecorder()
+    if any(isinstance(mode, WriteRecorder) for mode in _get_current_dispatch_mode_stack()):
+        yield  # all is seen already
+        return
+    recorder, thread = WriteRecorder(), threading.get_ident()
     moved: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
 
     def move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        if parameter is None or is_lazy(parameter):
+        if parameter is None or is_lazy(parameter) or threading.get_ident() != thread:
             return None
         if parameter.is_meta:
             recorder.register(module, name, parameter, None)

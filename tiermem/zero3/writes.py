@@ -9,7 +9,7 @@ error.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass, field, fields, replace
 
 import torch
@@ -79,6 +79,12 @@ _records: MutableMapping[nn.Module, dict[str, Writes]] = WeakIdKeyDictionary()
 def writes_of(module: nn.Module, name: str, bare: torch.Tensor) -> Writes:
     """The record of the module's parameter `bare`, which has no storage."""
     return _records.setdefault(module, {}).setdefault(name, Writes(tuple(bare.stride()), owner=weakref.ref(module)))
+
+
+def all_written() -> Iterator[tuple[nn.Module, str, Writes]]:
+    """Every record, of whatever model."""
+    for module, found in list(_records.items()):
+        yield from ((module, name, writes) for name, writes in list(found.items()))
 
 
 def begin_anew(module: nn.Module, name: str) -> None:
