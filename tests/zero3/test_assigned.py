@@ -14,6 +14,7 @@ from torch import nn
 
 from tiermem.errors import ConfigError
 from tiermem.zero3.deferred import deferred_init
+from tiermem.zero3.guards import refuse_unfit
 from tiermem.zero3.made import ValueWatch
 
 
@@ -853,3 +854,112 @@ def test_what_another_thread_builds_meanwhile_is_built_as_ever():
     found = Sharded(both)
     assert (found.value("1.weight") == 3.0).all()
     assert found.value("0.weight").std() > 0
+
+
+def drawn_by_the_one_that_was_registered(self):
+    weight = nn.Parameter(torch.zeros(30, 30))
+    self.register_parameter("made", weight)
+    nn.init.constant_(weight, 3.0)
+    weight.data[2:4].mul_(torch.arange(30.0))
+
+
+def drawn_by_those_in_a_list(self):
+    weights = [nn.Parameter(torch.zeros(3)) for _ in range(3)]
+    self.made = nn.ParameterList(weights)
+    for weight in weights:
+        nn.init.ones_(weight)
+
+
+def filled_behind(self):
+    values = torch.zeros(24)
+    self.made = nn.Parameter(values)
+    values[5:] = torch.arange(19.0)
+    others = values.clone()
+    self.one.bias = nn.Parameter(others)
+    others[0] = 7.0
+    self.two.bias.data = torch.eye(24)[3]
+    self.two.bias.data[0] = 5.0
+
+
+def bare_memory_filled_behind(self):
+    self.made = nn.Parameter(torch.empty(24))
+    values = torch.empty(3, 24)
+    self.other = nn.Parameter(values[1])
+    values[1].fill_(2.0)
+    self.made.data.fill_(1.0)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [drawn_by_the_one_that_was_registered, drawn_by_those_in_a_list, filled_behind, bare_memory_filled_behind],
+)
+def test_what_is_written_into_the_memory_that_a_parameter_was_made_of_is_in_the_parameter(write):
+    """It had the values of before, in silence."""
+    plain = Written(write)
+    found = deferred(write)
+    changed = ("made", "other", *(("one.bias", "two.bias") if write is filled_behind else ()))
+    for name, parameter in plain.named_parameters():
+        if name.startswith(changed):
+            assert torch.equal(found.value(name), parameter.detach()), name
+
+
+def test_a_write_beyond_the_parameter_into_the_memory_it_was_made_of_is_named():
+    def write(self):
+        values = torch.zeros(2, 24)
+        self.made = nn.Parameter(values[0])
+        values.fill_(2.0)
+
+    with pytest.raises(ConfigError, match=r"parameter made was written .* into the memory it was made of"):
+        deferred(write)
+
+
+def data_of_one_tensor(self):
+    values = torch.arange(576.0).view(24, 24)
+    self.one.weight.data = values
+    self.two.weight.data = values
+
+
+def parameters_of_one_tensor(self):
+    values = torch.ones(600, 24)
+    self.one.weight = nn.Parameter(values[:24])
+    self.two.weight = nn.Parameter(values[23:47])
+
+
+def parameter_of_a_resident_one(self):
+    self.two.weight = RESIDENT.weight
+    self.resident = RESIDENT
+
+
+def parameter_kept_in_a_list(self):
+    self.all = [nn.Parameter(torch.ones(3))]
+    self.made = self.all[0]
+
+
+RESIDENT = nn.Linear(24, 24)
+
+
+@pytest.mark.parametrize(
+    "write", [data_of_one_tensor, parameters_of_one_tensor, parameter_of_a_resident_one, parameter_kept_in_a_list]
+)
+def test_what_would_lie_in_one_memory_is_refused_as_it_is_in_a_plain_model(write):
+    """They became two, in silence."""
+    with deferred_init():
+        model = Written(write)
+    with pytest.raises(ConfigError, match=r"two parameters in one memory|is a view of parameter"):
+        refuse_unfit(model)
+
+
+def test_parts_of_one_memory_that_have_nothing_in_common_are_not_refused():
+    def write(self):
+        values = torch.arange(1152.0).view(48, 24)
+        self.one.weight.data, self.two.weight.data = values.chunk(2)
+        self.three, self.four = (nn.Parameter(each) for each in torch.ones(8, 8).chunk(2, dim=1))
+        self.shown = torch.ones(3)
+        self.frozen = nn.Parameter(self.shown, requires_grad=False)
+
+    with deferred_init():
+        model = Written(write)
+    refuse_unfit(model)
+    found = Sharded(model)
+    assert torch.equal(found.value("two.weight"), torch.arange(576.0, 1152.0).view(24, 24))
+    assert (found.value("four") == 1.0).all()

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.nn import init
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
@@ -33,11 +32,10 @@ from tiermem.zero3.operations import (
     View,
     all_equal,
     assignment,
-    initialiser_at_work,
     orthogonal_at_work,
     targets_of,
 )
-from tiermem.zero3.writes import Writes, all_written, begin_anew, copy_writes, share_writes, writes_of
+from tiermem.zero3.writes import Begun, Source, Writes, all_written, begin_anew, copy_writes, share_writes, writes_of
 
 _RECONSTRUCT: CodeType = copy._reconstruct.__code__  # type: ignore[attr-defined]  # noqa: SLF001
 _KEPT_NBYTES = 4 << 20  # of values that a parameter was made of; most are initialised again, and the model is large
@@ -70,6 +68,7 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._constants: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._forms: dict[int, _Form] = {}  # by memory
         self._writes: dict[int, Writes] = {}  # by identity, too: a place may be another parameter's by now
+        self._sources: dict[int, nn.Parameter] = {}  # by the memory they were made of
         self._watch = ValueWatch()
         for module, name, writes in all_written():  # of blocks before
             parameter = module._parameters.get(name)  # noqa: SLF001 - getattr might compute it
@@ -99,14 +98,33 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         writes = self._know(module, name, bare)
         first = module._parameters.get(name) is None  # noqa: SLF001 - getattr might compute it
-        if first and not is_given(module, sys._getframe(1)):  # noqa: SLF001 - documented
+        is_made = first and not is_given(module, sys._getframe(1))  # noqa: SLF001 - documented
+        if values is not None:
+            self._lies(bare, writes, Source.of(values, seen=not is_made and not all_equal(values)))
+        if is_made:
             if values is not None and self._watch.has_values(values):
                 self._keep(writes, values.detach())
-            return
-        if values is None:
+        elif values is None:
             writes.lose("made")
         else:
             writes.calls.append(assignment(values.detach()))
+
+    def _lies(self, bare: nn.Parameter, writes: Writes, source: Source) -> None:
+        writes.source = source
+        self._sources[source.storage.cdata] = bare
+
+    def _note_elsewhere(self, target: torch.Tensor, operation: Operation, frame: FrameType) -> None:
+        """What is written into the memory that a parameter was made of is written into the parameter."""
+        bare = self._sources[memory_of(target)]
+        writes = self._writes[id(bare)]
+        if writes.source is None or writes.source.seen or writes.source.storage.cdata != memory_of(target):
+            return
+        alias = writes.source.alias(bare, target)
+        if alias is None:
+            writes.lose(f"{operation.name}, into the memory it was made of,")
+            return
+        args, kwargs = tree_map(lambda each: alias if each is target else each, (operation.args, operation.kwargs))
+        self.note(alias, Operation(operation.func, args, kwargs, operation.name), frame)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -117,11 +135,13 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func._schema.name  # noqa: SLF001 - torch has no other way to ask
         if func._schema.is_mutable:  # noqa: SLF001
             for target in targets_of(func, args, given):
+                frame = sys._getframe(1)  # noqa: SLF001
                 if not target.is_meta:
                     self._watch.wrote(target, name, (args, given), whole=name in _OVERWRITE)
+                    if memory_of(target) in self._sources:
+                        self._note_elsewhere(target, Operation(func, args, given, name), frame)
                     continue
                 self._constants.pop(memory_of(target), None)
-                frame = sys._getframe(1)  # noqa: SLF001
                 at_work = orthogonal_at_work(frame)
                 self.note(target, at_work or Operation(func, args, given, name), frame)
             return result
@@ -150,7 +170,7 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _keep(self, writes: Writes, values: torch.Tensor) -> None:
         if all_equal(values) or values.numel() * values.itemsize <= _KEPT_NBYTES:
-            writes.made = assignment(values)
+            writes.made = assignment(values if all_equal(values) else values.clone())
 
     def _note_constant(self, made: torch.Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the value of one element that is made of what is there."""
@@ -168,9 +188,9 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         writes = self._writes[id(bare)]
         if again := repeated_by(module, frame):
             writes.clear()
-            writes.is_reset = again is Repeated.RESET
-            given = module if writes.is_reset else module_given(bare, frame)
-            writes.owner = writes.owner if given is None else weakref.ref(given)
+            given = module_given(bare, frame) if again is Repeated.OWN_INIT else module
+            owner = writes.begun.owner if given is None else weakref.ref(given)
+            writes.begun = Begun(owner, is_reset=again is Repeated.RESET)
             return
         if target.numel() == bare.numel() and operation.name in _OVERWRITE and not self._reads_own(operation, bare):
             writes.clear()
@@ -204,9 +224,10 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             shown = torch.empty_like(values, device="meta")
             writes.clear()
             writes.made, writes.stride = None, tuple(shown.stride())
+            kept = values.detach()  # all of it, in its memory: somebody may have yet to write it
             if not again:
-                kept = values.detach()  # all of it, in its memory: somebody may have yet to write it
                 writes.calls.append(lambda place: place.copy_(kept))
+            self._lies(target, writes, Source.of(kept, seen=True))
             self._show(shown, module, name, writes)
             return shown
         memory, form = memory_of(values), self._form(values)
@@ -216,12 +237,13 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         there = writes if form is None or memory == memory_of(target) else form.writes
         if again:
             writes.clear()
-            writes.is_reset = again is Repeated.RESET
+            writes.begun = Begun(weakref.ref(module), is_reset=again is Repeated.RESET)
         elif own and self._is_whole(values):
             writes.become(there)  # its own values in another form, or those of before
         elif not own or there.is_any:  # else turned, or a part of them, before there is anything to lose: no loss
             writes.lose("an assignment to .data")
         if memory != memory_of(target):
+            writes.source = None
             self._show(values, module, name, writes)
         return values
 
@@ -288,7 +310,7 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _show(self, values: torch.Tensor, module: nn.Module, name: str, writes: Writes) -> None:
         """These are values of the module's parameter, as it is now: it may be given them later."""
-        self._forms[memory_of(values)] = _Form(values, module, name, writes.as_dtype(values.dtype, values.dtype))
+        self._forms[memory_of(values)] = _Form(values, module, name, writes.as_now())
 
     def _find(self, target: torch.Tensor, frame: FrameType) -> tuple[nn.Module | None, str, nn.Parameter | None]:
         """Whose parameter the target shows; one with other memory than it began with is looked for on the stack."""
@@ -304,32 +326,6 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._came(module, name, parameter)
                 return module, name, parameter
         return None, "", None
-
-
-class InitialiserWatch(TorchFunctionMode):
-    """Notes the functions of `torch.nn.init` that do nothing where there is no storage, and so write nothing.
-
-    In torch 2.13 `trunc_normal_`, `orthogonal_`, `dirac_` and `sparse_` ask for `tensor.is_meta` first: that is seen,
-    and by whom.
-    """
-
-    def __init__(self, recorder: WriteRecorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run the function, and note who asks, or gives a parameter other memory."""
-        if getattr(func, "__self__", None) is torch.Tensor.data and func.__name__ == "__set__":
-            args = args[0], self._recorder.replace(args[0], args[1], sys._getframe(1))  # noqa: SLF001
-        result = func(*args, **(kwargs or {}))
-        if getattr(func, "__self__", None) is torch.Tensor.is_meta and result:
-            frame = sys._getframe(1)  # noqa: SLF001
-            asking = initialiser_at_work(frame)
-            if asking is not None:
-                self._recorder.note(args[0], asking, frame)
-        return result
 
 
 class _LostError(Exception):

@@ -7,19 +7,23 @@ its attributes, `requires_grad` and ties stay; buffers are real.
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from tiermem.zero3.assigned import InitialiserWatch, WriteRecorder
+from tiermem.zero3.assigned import WriteRecorder
 from tiermem.zero3.engine import successor
+from tiermem.zero3.operations import initialiser_at_work
 
 
 @contextmanager
@@ -64,6 +68,32 @@ def deferred_init() -> Iterator[None]:
             recorder.end()
     finally:
         handle.remove()
+
+
+class InitialiserWatch(TorchFunctionMode):
+    """Notes the functions of `torch.nn.init` that do nothing where there is no storage, and so write nothing.
+
+    In torch 2.13 `trunc_normal_`, `orthogonal_`, `dirac_` and `sparse_` ask for `tensor.is_meta` first: that is seen,
+    and by whom.
+    """
+
+    def __init__(self, recorder: WriteRecorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the function, and note who asks, or gives a parameter other memory."""
+        if getattr(func, "__self__", None) is torch.Tensor.data and func.__name__ == "__set__":
+            args = args[0], self._recorder.replace(args[0], args[1], sys._getframe(1))  # noqa: SLF001
+        result = func(*args, **(kwargs or {}))
+        if getattr(func, "__self__", None) is torch.Tensor.is_meta and result:
+            frame = sys._getframe(1)  # noqa: SLF001
+            asking = initialiser_at_work(frame)
+            if asking is not None:
+                self._recorder.note(args[0], asking, frame)
+        return result
 
 
 def _without_storage(parameter: nn.Parameter) -> nn.Parameter:

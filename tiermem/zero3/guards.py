@@ -27,6 +27,7 @@ from tiermem.zero3.hooks import BoundHook
 from tiermem.zero3.made import memory_of
 from tiermem.zero3.placeholder import is_placeholder
 from tiermem.zero3.units import ModelUnits
+from tiermem.zero3.writes import Source, source_of
 
 # Of each size of element, what has bits only: DLPack does not know every dtype of torch's.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -153,14 +154,21 @@ class _Span:
     `bare`: which storage that is, else 0. `changes`: whether it is a parameter that will not keep its values of now.
     """
 
-    def __init__(self, kind: str, name: str, tensor: torch.Tensor) -> None:
+    def __init__(self, kind: str, name: str, tensor: torch.Tensor, source: Source | None = None) -> None:
+        """`source`: where a parameter without memory would lie; if that is gone, others that would lie there count."""
         self.kind, self.name = kind, name
         self.bare = memory_of(tensor) if tensor.is_meta else 0
-        self.changes = kind == "parameter" and bool(tensor.requires_grad or self.bare)
-        steps = [stride * tensor.element_size() for stride in tensor.stride()]
+        self.changes = kind == "parameter" and bool(tensor.requires_grad or (self.bare and source is None))
+        stride, offset = (
+            (tensor.stride(), tensor.storage_offset()) if source is None else (source.stride, source.offset)
+        )
+        if source is not None:
+            self.bare = source.storage.cdata if source.storage.expired() else 0  # type: ignore[no-untyped-call]
+        steps = [each * tensor.element_size() for each in stride]
         span = sum((size - 1) * step for size, step in zip(tensor.shape, steps, strict=True)) + tensor.element_size()
         # numpy takes an address of 0 for none.
-        self.begin = 1 + tensor.storage_offset() * tensor.element_size() if self.bare else tensor.data_ptr()
+        address = tensor.data_ptr() if source is None else source.address
+        self.begin = 1 + offset * tensor.element_size() if self.bare else address
         self.end = self.begin + span
         self.__array_interface__ = {  # numpy knows no bfloat16, but elements of any size
             "data": (self.begin, True),
@@ -191,9 +199,17 @@ def _why_refused(one: _Span, other: _Span) -> str:
 
 
 def _spans(model: nn.Module) -> Iterator[_Span]:
-    for kind, name, tensor in (*(("parameter", *named) for named in model.named_parameters()), *_beside(model)):
-        if (kind == "parameter" or type(tensor) is torch.Tensor) and _lies(tensor):
+    parameters = dict(model.named_parameters())
+    own = {id(parameter) for parameter in parameters.values()}
+    for kind, name, tensor in (*(("parameter", *named) for named in parameters.items()), *_beside(model)):
+        foreign = type(tensor) in (torch.Tensor, nn.Parameter) and id(tensor) not in own
+        if (kind == "parameter" or foreign) and _lies(tensor):
             yield _Span(kind, name, tensor)
+    for name, parameter in parameters.items():
+        path, _, attribute = name.rpartition(".")
+        source = source_of(model.get_submodule(path), attribute) if parameter.is_meta and parameter.numel() else None
+        if source is not None:
+            yield _Span("parameter", name, parameter, source)
 
 
 def _beside(model: nn.Module) -> Iterator[tuple[str, str, Any]]:

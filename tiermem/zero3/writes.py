@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tiermem.errors import ConfigError
@@ -31,22 +32,61 @@ class Conversion:
         return values.to(self.made)
 
 
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The memory that a parameter was made of, or that its `.data` became; in plain PyTorch it would lie there.
+
+    `stride` and `offset` in elements, `address` in bytes. `seen`: what is written there later is in its values.
+    """
+
+    storage: StorageWeakRef
+    stride: tuple[int, ...]
+    offset: int
+    address: int
+    seen: bool
+
+    @staticmethod
+    def of(values: torch.Tensor, *, seen: bool) -> Source:
+        """Where these values lie; their memory is not kept."""
+        storage = StorageWeakRef(values.untyped_storage())  # type: ignore[no-untyped-call]
+        return Source(storage, tuple(values.stride()), int(values.storage_offset()), values.data_ptr(), seen)
+
+    def alias(self, bare: torch.Tensor, target: torch.Tensor) -> torch.Tensor | None:
+        """What of `bare`, which has no memory, is `target` in this memory; None if that is not a part of it."""
+        begin = int(target.storage_offset()) - self.offset
+        ends = [
+            sum((n - 1) * step for n, step in zip(each.shape, each.stride(), strict=True)) for each in (bare, target)
+        ]
+        if tuple(bare.stride()) != self.stride or bare.dtype != target.dtype or begin < 0 or begin + ends[1] > ends[0]:
+            return None
+        return bare.as_strided(target.shape, target.stride(), bare.storage_offset() + begin)
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """Who initialises a parameter: of the modules that have it, the one that did so last.
+
+    `is_reset`: by its `reset_parameters`, and no `_init_weights` behind it.
+    """
+
+    owner: weakref.ref[nn.Module]
+    is_reset: bool = False
+
+
 @dataclass(slots=True)
 class Writes:
     """What was written into one parameter, in order; `lost`: the name of an operation that cannot be repeated.
 
-    `made`: gives it the values it was made of, if they are known; they come before whatever initialises it. `is_reset`:
-    of what initialises it, its module's `reset_parameters` came last, and no `_init_weights` behind it. `owner`: of the
-    modules that have it, the one whose initialisation that is.
+    `made`: gives it the values it was made of, if they are known; they come before whatever initialises it.
     """
 
     stride: tuple[int, ...]
+    begun: Begun
     made: Callable[[torch.Tensor], object] | None = None
     calls: list[Callable[[torch.Tensor], object]] = field(default_factory=list)
     lost: str | None = None
     needs_stride: bool = False
-    is_reset: bool = False
-    owner: weakref.ref[nn.Module] | None = None
+    source: Source | None = None
 
     @property
     def is_any(self) -> bool:
@@ -59,8 +99,12 @@ class Writes:
         self.lost, self.needs_stride = None, False
 
     def as_dtype(self, found: torch.dtype, made: torch.dtype) -> Writes:
-        """The same, and behind it a conversion, if it is one."""
-        return replace(self, calls=[*self.calls, *([Conversion(found, made)] if found != made else [])])
+        """The same in other memory, and behind it a conversion, if it is one."""
+        return replace(self, calls=[*self.calls, *([Conversion(found, made)] if found != made else [])], source=None)
+
+    def as_now(self) -> Writes:
+        """The same, whatever is written from now on."""
+        return replace(self, calls=list(self.calls))
 
     def become(self, other: Writes) -> None:
         """What was written is that of `other`."""
@@ -78,11 +122,11 @@ _records: MutableMapping[nn.Module, dict[str, Writes]] = WeakIdKeyDictionary()
 
 def writes_of(module: nn.Module, name: str, bare: torch.Tensor) -> Writes:
     """The record of the module's parameter `bare`, which has no storage."""
-    return _records.setdefault(module, {}).setdefault(name, Writes(tuple(bare.stride()), owner=weakref.ref(module)))
+    return _records.setdefault(module, {}).setdefault(name, Writes(tuple(bare.stride()), Begun(weakref.ref(module))))
 
 
 def all_written() -> Iterator[tuple[nn.Module, str, Writes]]:
-    """Every record, of whatever model."""
+    """Every record, of whatever model; of a tied parameter for each place."""
     for module, found in list(_records.items()):
         yield from ((module, name, writes) for name, writes in list(found.items()))
 
@@ -101,7 +145,8 @@ def copy_writes(module: nn.Module, name: str, copy: nn.Module, as_name: str) -> 
     """The parameter `as_name` of `copy` is a copy of the module's, with all that was written into it."""
     writes = _records.get(module, {}).get(name)
     if writes is not None:
-        _records.setdefault(copy, {})[as_name] = replace(writes, calls=list(writes.calls), owner=weakref.ref(copy))
+        copied = replace(writes.as_now(), begun=replace(writes.begun, owner=weakref.ref(copy)), source=None)
+        _records.setdefault(copy, {})[as_name] = copied
 
 
 def forget_writes(model: nn.Module) -> None:
@@ -120,17 +165,23 @@ def give_made(module: nn.Module, attribute: str, values: torch.Tensor) -> bool:
     return True
 
 
+def source_of(module: nn.Module, attribute: str) -> Source | None:
+    """Where the module's parameter would lie in plain PyTorch, if that is memory that others may have."""
+    writes = _records.get(module, {}).get(attribute)
+    return None if writes is None else writes.source
+
+
 def is_owner(module: nn.Module, attribute: str) -> bool:
     """Whether the module's initialisation is that of its parameter, which others may have, too."""
     writes = _records.get(module, {}).get(attribute)
-    return writes is not None and writes.owner is not None and writes.owner() is module
+    return writes is not None and writes.begun.owner() is module
 
 
 def is_reset(module: nn.Module) -> bool:
     """Whether all parameters of the module itself are, as its constructor or `reset_parameters` left them."""
     found = _records.get(module, {})
     own = [name for name, parameter in module._parameters.items() if parameter is not None]  # noqa: SLF001
-    return bool(own) and all(name in found and found[name].is_reset for name in own)
+    return bool(own) and all(name in found and found[name].begun.is_reset for name in own)
 
 
 def repeat_writes(places: Iterable[tuple[nn.Module, str, str]], values: torch.Tensor) -> None:
