@@ -963,3 +963,20 @@ def test_parts_of_one_memory_that_have_nothing_in_common_are_not_refused():
     found = Sharded(model)
     assert torch.equal(found.value("two.weight"), torch.arange(576.0, 1152.0).view(24, 24))
     assert (found.value("four") == 1.0).all()
+
+
+def test_a_write_behind_the_block_is_named():
+    """It was lost in silence."""
+    with deferred_init():
+        model = Written(lambda self: nn.init.ones_(self.one.weight))
+    with deferred_init():
+        model.one.weight.data[0] = 2.0
+        nn.init.ones_(model.one.bias)
+    model.requires_grad_(False).double()
+    Sharded(model)
+    with deferred_init():
+        model = Written(lambda self: None)
+    nn.init.zeros_(model.two.weight)
+    with pytest.raises(ConfigError, match=r"parameter two\.weight was written behind deferred_init"):
+        Sharded(model)
+    Sharded(model, init=lambda module: [each.fill_(2.0) for each in module.parameters(recurse=False)])

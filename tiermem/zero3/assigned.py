@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from tiermem.zero3.at_work import Repeated, is_given, module_given, modules_at_work, repeated_by
+from tiermem.zero3.engine import version
 from tiermem.zero3.made import ValueWatch, memory_of
 from tiermem.zero3.operations import (
     Operation,
@@ -253,6 +254,7 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             here = module._parameters.get(name) is bare and bare.is_meta  # noqa: SLF001 - getattr might compute it
             if here and not self._is_shown(memory_of(bare)):
                 self._came(module, name, bare)
+            self._writes[id(bare)].version = version(bare)
 
     def _came(self, module: nn.Module, name: str, bare: nn.Parameter) -> None:
         """The parameter is found in memory that is not known to be its own."""

@@ -37,9 +37,10 @@ def deferred_init() -> Iterator[None]:
     parameters or assigned to their `.data`, and vectors that `nn.Embedding.from_pretrained` is given. With `init=` or
     `weights=` these alone count.
     Random values are drawn for each parameter: a deep copy begins with others than its original.
-    What is written into parameters after the block, still without memory, is lost, as it is on the meta device: write
-    inside it, or inside `runtime.gathered(..., write=True)`. What another thread builds meanwhile is as ever, and what
-    it writes into parameters of this one is lost.
+    What is written into parameters after the block, still without memory, is lost, as it is on the meta device, and
+    `offload` refuses (not through `.data`; nor has a deep copy made there what was written): write inside it, or inside
+    `runtime.gathered(..., write=True)`. What another thread builds meanwhile is as ever, and what it writes into
+    parameters of this one is lost.
     """
     if any(isinstance(mode, WriteRecorder) for mode in _get_current_dispatch_mode_stack()):
         yield  # all is seen already

@@ -26,7 +26,7 @@ from tiermem.zero3.layout import ParameterInfo, Slot, UnitLayout, memory_order, 
 from tiermem.zero3.placeholder import Placeholders
 from tiermem.zero3.shards import Piece, Shard
 from tiermem.zero3.units import Member, ModelUnits, Unit
-from tiermem.zero3.writes import forget_writes, give_made, repeat_writes
+from tiermem.zero3.writes import forget_writes, give_made, refuse_unnoted, repeat_writes
 
 # Smaller parameters are not worth a mapping of their own.
 _MAPPED_NBYTES = 64 << 10
@@ -74,12 +74,12 @@ class Materializer:
     def run(self, divided: ModelUnits, shards: Sequence[Shard]) -> list[nn.Parameter]:
         """Turn every unit into pages, leave placeholders behind, and return the parameters by number; waits.
 
-        `shards`: what this rank keeps of each unit, by number.
-
-        Raises ConfigError for parameters on other devices than cpu or meta, or made in inference mode, and for a
-        parameter or buffer that the initialisation left without values.
+        `shards`: what this rank keeps of each unit, by number. Raises ConfigError for parameters on other devices than
+        cpu or meta, or made in inference mode, and for values that nobody gave or that are lost.
         """
         _require_movable(divided)
+        if self.init is None and self.weights is None:
+            refuse_unnoted(divided.model)
         initialiser = self._initialiser(divided.model)
         parameters = {member.number: member.parameter for _, member in divided.members()}
         absent = {number for number, parameter in parameters.items() if parameter.is_meta}

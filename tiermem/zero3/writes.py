@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tiermem.errors import ConfigError
+from tiermem.zero3.engine import version
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,8 @@ class Begun:
 class Writes:
     """What was written into one parameter, in order; `lost`: the name of an operation that cannot be repeated.
 
-    `made`: gives it the values it was made of, if they are known; they come before whatever initialises it.
+    `made`: gives it the values it was made of, if they are known; they come before whatever initialises it. `version`:
+    torch's count of writes into it when somebody looked last.
     """
 
     stride: tuple[int, ...]
@@ -87,6 +89,7 @@ class Writes:
     lost: str | None = None
     needs_stride: bool = False
     source: Source | None = None
+    version: int | None = field(default=None, init=False)
 
     @property
     def is_any(self) -> bool:
@@ -182,6 +185,20 @@ def is_reset(module: nn.Module) -> bool:
     found = _records.get(module, {})
     own = [name for name, parameter in module._parameters.items() if parameter is not None]  # noqa: SLF001
     return bool(own) and all(name in found and found[name].begun.is_reset for name in own)
+
+
+def refuse_unnoted(model: nn.Module) -> None:
+    """Raise ConfigError if a parameter was written when nobody noted it any more."""
+    for name, bare in model.named_parameters():
+        path, _, attribute = name.rpartition(".")
+        writes = _records.get(model.get_submodule(path), {}).get(attribute)
+        if writes is not None and bare.is_meta and writes.version not in (None, version(bare)):
+            raise ConfigError(
+                f"parameter {name} was written behind deferred_init and before offload, where it has no storage: that "
+                "is lost. Write inside the block, or in runtime.gathered(..., write=True); or pass init= or weights="
+            )
+        if writes is not None:
+            writes.version = None  # our own initialisation writes into all, too
 
 
 def repeat_writes(places: Iterable[tuple[nn.Module, str, str]], values: torch.Tensor) -> None:
