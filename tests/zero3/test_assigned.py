@@ -980,3 +980,60 @@ def test_a_write_behind_the_block_is_named():
     with pytest.raises(ConfigError, match=r"parameter two\.weight was written behind deferred_init"):
         Sharded(model)
     Sharded(model, init=lambda module: [each.fill_(2.0) for each in module.parameters(recurse=False)])
+
+
+class Scaled(nn.Module):
+    """Layers of which a part is drawn once more by the layer, and a module that is drawn again behind the copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2))
+        self.norm = nn.BatchNorm1d(8)
+        self.apply(self._init_weights)
+        nn.init.normal_(self.layers[0][0].bias)
+
+    def _init_weights(self, module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight)
+        if isinstance(module, nn.Sequential):
+            nn.init.normal_(module[1].weight, std=0.1)
+
+
+def test_a_deep_copy_begins_with_what_is_drawn_for_its_original():
+    """An average of a model, or a target network, began elsewhere than the model, in silence."""
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.online = Scaled()
+            self.target = copy.deepcopy(self.online)
+            self.third = copy.deepcopy(self.target)
+            self.third.layers[0][0].reset_parameters()
+            nn.init.normal_(self.third.layers[1][0].weight, std=0.1)
+            nn.init.normal_(self.online.layers[0][0].bias)
+            self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), 3)
+
+    with deferred_init():
+        model = Both()
+    found = Sharded(model)
+    values = {name: found.value(name) for name, _ in model.named_parameters()}
+    for name, each in values.items():
+        parts = name.split(".", 1)
+        # The layer of which a part was initialised again draws anew.
+        again = ["layers.0.0.weight", "layers.0.1.weight", "layers.1.0.weight"]
+        apart = ["layers.0.0.bias", *(again if parts[0] == "third" else [])]
+        if parts[0] in ("target", "third"):
+            assert torch.equal(each, values[f"online.{parts[1]}"]) == (parts[1] not in apart), name
+        elif parts[0] == "encoder":
+            assert torch.equal(each, values["encoder.layers.0." + name.split(".", 3)[3]]), name
+    drawn = [each for name, each in values.items() if name.startswith("online.layers") and each.dim() > 1]
+    assert len({each.sum().item() / each.std().item() for each in drawn}) == len(drawn)
+    assert values["online.layers.1.1.weight"].std().item() == pytest.approx(0.1, rel=0.3)
+    # In another runtime, too.
+    with deferred_init():
+        one = nn.Linear(8, 8)
+        nn.init.normal_(one.weight)
+        other = copy.deepcopy(one)
+    found, copied = Sharded(one), Sharded(other)
+    for name in ("weight", "bias"):
+        assert torch.equal(found.value(name), copied.value(name)), name

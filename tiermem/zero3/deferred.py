@@ -36,7 +36,8 @@ def deferred_init() -> Iterator[None]:
     they take no more than 4 MiB; those of one that takes another's place in any case, as tensors that are copied into
     parameters or assigned to their `.data`, and vectors that `nn.Embedding.from_pretrained` is given. With `init=` or
     `weights=` these alone count.
-    Random values are drawn for each parameter: a deep copy begins with others than its original.
+    Random values are drawn by `offload`, unit by unit: others than a plain model has with the same seed, or with a seed
+    that is set inside. A deep copy begins with those of its original.
     What is written into parameters after the block, still without memory, is lost, as it is on the meta device, and
     `offload` refuses (not through `.data`; nor has a deep copy made there what was written): write inside it, or inside
     `runtime.gathered(..., write=True)`. What another thread builds meanwhile is as ever, and what it writes into

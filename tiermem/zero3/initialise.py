@@ -15,7 +15,7 @@ head, is dropped there. So those names, too, are on the meta device meanwhile.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from tiermem.errors import ConfigError
 from tiermem.zero3.at_work import own_init
 from tiermem.zero3.placeholder import is_placeholder, marker_value
 from tiermem.zero3.units import Member, Place
-from tiermem.zero3.writes import is_owner, is_reset
+from tiermem.zero3.writes import is_owner, is_reset, same_draws
 
 Init = Callable[[nn.Module], object]
 
@@ -99,9 +99,10 @@ class Initialiser:
         self._require_values(buffers)
 
     def _call(self, below: list[nn.Module], above: list[nn.Module], owners: set[int], reset_first: set[int]) -> None:
-        for module in (*below, *above):
+        for number, module in enumerate((*below, *above)):
             try:
-                self._call_one(module, owned=id(module) in owners, reset_first=id(module) in reset_first)
+                with same_draws(module) if number < len(below) else nullcontext():
+                    self._call_one(module, owned=id(module) in owners, reset_first=id(module) in reset_first)
             except RuntimeError as error:
                 name = self._names[id(module)] or "the model"
                 error.add_note(

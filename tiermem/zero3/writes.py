@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 
 import torch
@@ -63,15 +64,44 @@ class Source:
         return bare.as_strided(target.shape, target.stride(), bare.storage_offset() + begin)
 
 
+class Draw:
+    """What is drawn once, and is the same in the deep copies of what it is drawn for."""
+
+    def __init__(self, call: Callable[[torch.Tensor], object] = lambda _: None) -> None:
+        """`call`: draws it into a parameter, if that is known."""
+        self._call = call
+        self._states: dict[str, torch.Tensor] = {}
+
+    def __call__(self, values: torch.Tensor) -> None:
+        """Draw it."""
+        with self.same(""):
+            self._call(values)
+
+    @contextmanager
+    def same(self, what: str) -> Iterator[None]:
+        """Within it torch's generator gives what it gave the first time, for the same `what`."""
+        now = torch.get_rng_state()
+        if what not in self._states:
+            self._states[what] = now
+            yield
+            return
+        torch.set_rng_state(self._states[what])
+        try:
+            yield
+        finally:
+            torch.set_rng_state(now)
+
+
 @dataclass(frozen=True, slots=True)
 class Begun:
     """Who initialises a parameter: of the modules that have it, the one that did so last.
 
-    `is_reset`: by its `reset_parameters`, and no `_init_weights` behind it.
+    `is_reset`: by its `reset_parameters`, and no `_init_weights` behind it. `draw`: what copies of it have in common.
     """
 
     owner: weakref.ref[nn.Module]
     is_reset: bool = False
+    draw: Draw | None = None
 
 
 @dataclass(slots=True)
@@ -148,6 +178,8 @@ def copy_writes(module: nn.Module, name: str, copy: nn.Module, as_name: str) -> 
     """The parameter `as_name` of `copy` is a copy of the module's, with all that was written into it."""
     writes = _records.get(module, {}).get(name)
     if writes is not None:
+        writes.begun = replace(writes.begun, draw=writes.begun.draw or Draw())
+        writes.calls = [each if isinstance(each, (Draw, Conversion)) else Draw(each) for each in writes.calls]
         copied = replace(writes.as_now(), begun=replace(writes.begun, owner=weakref.ref(copy)), source=None)
         _records.setdefault(copy, {})[as_name] = copied
 
@@ -172,6 +204,22 @@ def source_of(module: nn.Module, attribute: str) -> Source | None:
     """Where the module's parameter would lie in plain PyTorch, if that is memory that others may have."""
     writes = _records.get(module, {}).get(attribute)
     return None if writes is None else writes.source
+
+
+def same_draws(module: nn.Module) -> AbstractContextManager[None]:
+    """Within it parameters are drawn as those of what the module is a deep copy of, or of its copies.
+
+    Its own are, or, where it has none, those of its parts.
+    """
+    draws: list[tuple[str, Draw | None]] = []
+    for prefix, part in module.named_modules():
+        if draws and draws[0][0].count(".") == 0:
+            break
+        found = _records.get(part, {})
+        own = (name for name, parameter in part._parameters.items() if parameter is not None)  # noqa: SLF001
+        draws += [(f"{prefix}.{name}".lstrip("."), found[name].begun.draw if name in found else None) for name in own]
+    name, draw = draws[0] if draws else ("", None)
+    return nullcontext() if draw is None or any(each is None for _, each in draws) else draw.same(name)
 
 
 def is_owner(module: nn.Module, attribute: str) -> bool:
