@@ -619,8 +619,12 @@ def test_a_scalar_can_take_the_place_of_another():
 
 def test_its_initialisation_wins_over_what_a_parameter_was_made_of_and_writes_come_after_that():
     class Initialised(Made):
+        def __init__(self, make) -> None:
+            super().__init__(make)
+            self.reset_parameters()
+
         def reset_parameters(self):
-            self.made[0] = 5.0
+            self.made.data[0] = 5.0
 
     class Parent(nn.Module):
         def __init__(self) -> None:
@@ -1037,3 +1041,44 @@ def test_a_deep_copy_begins_with_what_is_drawn_for_its_original():
     found, copied = Sharded(one), Sharded(other)
     for name in ("weight", "bias"):
         assert torch.equal(found.value(name), copied.value(name)), name
+
+
+class Reset(nn.Module):
+    """A module whose constructor may initialise what it has made, or not."""
+
+    def __init__(self, *given, called=True) -> None:
+        super().__init__()
+        self.made = nn.Parameter(torch.full((4,), 2.0))
+        if called:
+            self.reset_parameters(*given)
+
+    def reset_parameters(self, value=7.0) -> None:
+        nn.init.constant_(self.made, value)
+
+
+def test_an_initialisation_that_the_constructor_does_not_call_or_calls_otherwise_is_not_what_counts():
+    """It was called in any case, and without arguments, in silence."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.plain, self.given, self.never = Reset(), Reset(0.5), Reset(called=False)
+            self.own, self.own_given = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.own.apply(self._init_weights)
+            self.own_given.apply(lambda module: self._init_weights(module, 3.0))
+            self.other = nn.Linear(4, 4)
+            del self.other.weight
+            self.other.weight = nn.Parameter(torch.eye(4))
+
+        def _init_weights(self, module, value=1.0) -> None:
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.constant_(module.weight, value)
+                nn.init.constant_(module.bias, value)
+
+    plain = Model()
+    with deferred_init():
+        model = Model()
+    found = Sharded(model)
+    for name, parameter in plain.named_parameters():
+        if name != "other.bias":
+            assert torch.equal(found.value(name), parameter.detach()), name

@@ -191,7 +191,7 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             writes.clear()
             given = module_given(bare, frame) if again is Repeated.OWN_INIT else module
             owner = writes.begun.owner if given is None else weakref.ref(given)
-            writes.begun = Begun(owner, is_reset=again is Repeated.RESET)
+            writes.begun = Begun(owner, is_reset=again is Repeated.RESET, is_done=True)
             return
         if target.numel() == bare.numel() and operation.name in _OVERWRITE and not self._reads_own(operation, bare):
             writes.clear()
@@ -238,7 +238,7 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         there = writes if form is None or memory == memory_of(target) else form.writes
         if again:
             writes.clear()
-            writes.begun = Begun(weakref.ref(module), is_reset=again is Repeated.RESET)
+            writes.begun = Begun(weakref.ref(module), is_reset=again is Repeated.RESET, is_done=True)
         elif own and self._is_whole(values):
             writes.become(there)  # its own values in another form, or those of before
         elif not own or there.is_any:  # else turned, or a part of them, before there is anything to lose: no loss

@@ -35,21 +35,41 @@ def is_given(module: nn.Module, frame: FrameType | None) -> bool:
 
 
 def repeated_by(module: nn.Module, frame: FrameType) -> Repeated | None:
-    """Which function that is called again does this; None: another."""
-    inits: set[CodeType] = set()
+    """Which function that is called again does this; None: another, or one that was given more than it will be."""
+    inits: dict[CodeType | None, FrameType] = {}
+    reset = False
     each: FrameType | None = frame
     while each is not None:
         name = each.f_code.co_name
         if name in _RESETS and _first(each) is module:
-            return Repeated.RESET
+            if not _is_as_again(each, getattr(module, name)):
+                return None
+            reset = True
         if name == _OWN_INIT:
-            inits.add(each.f_code)
+            inits[each.f_code] = each
         if inits and (working := _first(each)) is not None:
             own = own_init(working)
-            if own is not None and getattr(inspect.unwrap(own), "__code__", None) in inits:
-                return Repeated.OWN_INIT
+            called = inits.get(getattr(inspect.unwrap(own), "__code__", None)) if own is not None else None
+            if called is not None and not _is_as_again(called, own):
+                return None
+            if called is not None:
+                return Repeated.RESET if reset else Repeated.OWN_INIT
         each = each.f_back
-    return None
+    return Repeated.RESET if reset else None
+
+
+def _is_as_again(frame: FrameType, function: Callable[..., object] | None) -> bool:
+    """Whether what runs in `frame` has no other arguments than it will have when it is called again."""
+    function = inspect.unwrap(function) if function is not None else None
+    if function is None or getattr(function, "__code__", None) is not frame.f_code:
+        return True  # what it calls of its own class's parents
+    defaults = {name: each.default for name, each in inspect.signature(function).parameters.items()}
+    given = (
+        (frame.f_locals.get(name), default)
+        for name, default in defaults.items()
+        if default is not inspect.Parameter.empty
+    )
+    return all(value is default or (type(value) is type(default) and value == default) for value, default in given)
 
 
 def module_given(bare: nn.Parameter, frame: FrameType | None) -> nn.Module | None:

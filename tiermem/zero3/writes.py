@@ -96,11 +96,13 @@ class Draw:
 class Begun:
     """Who initialises a parameter: of the modules that have it, the one that did so last.
 
-    `is_reset`: by its `reset_parameters`, and no `_init_weights` behind it. `draw`: what copies of it have in common.
+    `is_reset`: by its `reset_parameters`, and no `_init_weights` behind it. `is_done`: somebody did, as far as was
+    noted. `draw`: what copies of it have in common.
     """
 
     owner: weakref.ref[nn.Module]
     is_reset: bool = False
+    is_done: bool = False
     draw: Draw | None = None
 
 
@@ -193,11 +195,7 @@ def forget_writes(model: nn.Module) -> None:
 def give_made(module: nn.Module, attribute: str, values: torch.Tensor) -> bool:
     """Write into `values`, those of the module's parameter, what it was made of; whether that is known."""
     writes = _records.get(module, {}).get(attribute)
-    if writes is None or writes.made is None or writes.stride != tuple(values.stride()):
-        return False
-    with torch.no_grad():
-        writes.made(values)
-    return True
+    return writes is not None and _make(writes, values)
 
 
 def source_of(module: nn.Module, attribute: str) -> Source | None:
@@ -264,6 +262,14 @@ def repeat_writes(places: Iterable[tuple[nn.Module, str, str]], values: torch.Te
         _repeat(writes, values, name)
 
 
+def _make(writes: Writes, values: torch.Tensor) -> bool:
+    if writes.made is None or writes.stride != tuple(values.stride()):
+        return False
+    with torch.no_grad():
+        writes.made(values)
+    return True
+
+
 def _repeat(writes: Writes, values: torch.Tensor, name: str) -> None:
     moved = writes.needs_stride and tuple(values.stride()) != writes.stride
     if writes.lost is not None or moved:
@@ -274,6 +280,8 @@ def _repeat(writes: Writes, values: torch.Tensor, name: str) -> None:
             "weights=, or build the model without deferred_init"
         )
     conversions = [call for call in writes.calls if isinstance(call, Conversion)]
+    if not writes.begun.is_done:  # by its constructor; initialising its module has written into it now
+        _make(writes, values)
     place = values
     if conversions and conversions[0] is not writes.calls[0]:
         place = values.to(conversions[0].found)
