@@ -1082,3 +1082,34 @@ def test_an_initialisation_that_the_constructor_does_not_call_or_calls_otherwise
     for name, parameter in plain.named_parameters():
         if name != "other.bias":
             assert torch.equal(found.value(name), parameter.detach()), name
+
+
+def test_buffers_stay_as_the_constructor_has_left_them():
+    """Their module's initialisation is called for its parameters, and wrote them anew, in silence."""
+
+    class Counting(nn.Linear):
+        def __init__(self, *, called: bool) -> None:
+            nn.Module.__init__(self)
+            self.weight, self.bias = nn.Parameter(torch.empty(4, 4)), None
+            self.register_buffer("seen", torch.empty(3))
+            if called:
+                self.reset_parameters()
+
+        def reset_parameters(self) -> None:
+            nn.init.ones_(self.weight)
+            self.seen = torch.zeros(3)
+
+    resident = nn.BatchNorm1d(4)
+    resident.running_var.fill_(5.0)
+    with deferred_init():
+        model = nn.Sequential(nn.BatchNorm1d(4), Counting(called=True), Counting(called=False), resident)
+        model[0].running_mean.fill_(2.0)
+        model[1].seen.fill_(3.0)
+        resident.bias = nn.Parameter(torch.ones(4))
+    seen = model[1].seen
+    Sharded(model)
+    assert (model[0].running_mean == 2.0).all()
+    assert (model[1].seen == 3.0).all()
+    assert model[1].seen is seen
+    assert (model[2].seen == 0.0).all()
+    assert (resident.running_var == 5.0).all()

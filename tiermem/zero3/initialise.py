@@ -14,7 +14,7 @@ head, is dropped there. So those names, too, are on the meta device meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ from tiermem.errors import ConfigError
 from tiermem.zero3.at_work import own_init
 from tiermem.zero3.placeholder import is_placeholder, marker_value
 from tiermem.zero3.units import Member, Place
-from tiermem.zero3.writes import is_owner, is_reset, same_draws
+from tiermem.zero3.writes import is_done, is_owner, is_reset, same_draws
 
 Init = Callable[[nn.Module], object]
 
@@ -78,6 +78,7 @@ class Initialiser:
         owners = {id(place.module) for place in fresh}
         owned = {(id(place.module), place.attribute) for place in fresh}
         below = list(_children_first(root))
+        finished = list(_finished(module for module in below if id(module) in owners)) if self._init is None else []
         buffers = [made for module in below if id(module) in owners for made in self._give_buffers_storage(module)]
         above = self._parents.get(id(root), [])
         # What a module has besides, with values of its own, is written by its initialisation, too, and is to stay.
@@ -96,6 +97,10 @@ class Initialiser:
                 self._call(below, above, owners, left)
             for parameter, values in present:
                 parameter.copy_(values)
+            for module, name, buffer, values in finished:
+                module._buffers[name] = buffer  # noqa: SLF001 - it may have been replaced
+                if not torch.equal(buffer, values):
+                    buffer.copy_(values)
         self._require_values(buffers)
 
     def _call(self, below: list[nn.Module], above: list[nn.Module], owners: set[int], reset_first: set[int]) -> None:
@@ -194,6 +199,14 @@ def _tied_later(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
                 yield module.get_submodule(path), attribute
             except AttributeError:  # a part that this model was built without
                 continue
+
+
+def _finished(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, torch.Tensor, torch.Tensor]]:
+    """The buffers of modules that were initialised as they were made, with a copy of their values."""
+    for module in filter(is_done, modules):
+        for name, buffer in module.named_buffers(recurse=False):
+            if not buffer.is_meta and buffer.layout is torch.strided and not buffer.is_nested:
+                yield module, name, buffer, buffer.detach().clone()
 
 
 def _present(modules: Sequence[nn.Module], fresh: Sequence[Place]) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:

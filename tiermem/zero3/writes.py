@@ -226,6 +226,13 @@ def is_owner(module: nn.Module, attribute: str) -> bool:
     return writes is not None and writes.begun.owner() is module
 
 
+def is_done(module: nn.Module) -> bool:
+    """Whether the module was initialised, as far as was noted, or has parameters that have values."""
+    found = _records.get(module, {})
+    own = [name for name, parameter in module._parameters.items() if parameter is not None]  # noqa: SLF001
+    return bool(found) and any(name not in found or found[name].begun.is_done for name in own)
+
+
 def is_reset(module: nn.Module) -> bool:
     """Whether all parameters of the module itself are, as its constructor or `reset_parameters` left them."""
     found = _records.get(module, {})
