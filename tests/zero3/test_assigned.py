@@ -1113,3 +1113,17 @@ def test_buffers_stay_as_the_constructor_has_left_them():
     assert model[1].seen is seen
     assert (model[2].seen == 0.0).all()
     assert (resident.running_var == 5.0).all()
+
+
+def test_a_constructor_may_compute_with_sparse_tensors():
+    """torch's error was that they have no storage to look at."""
+    with deferred_init():
+        model = nn.Linear(4, 4)
+        adjacent = torch.eye(4).to_sparse()
+        adjacent.mul_(2.0)
+        model.register_buffer("adjacent", adjacent)
+        model.register_buffer("sums", torch.sparse.mm(adjacent, torch.ones(4, 1)))
+    found = Sharded(model)
+    assert found.value("weight").std() > 0
+    assert torch.equal(model.adjacent.to_dense(), 2 * torch.eye(4))
+    assert (model.sums == 2.0).all()

@@ -56,7 +56,7 @@ class ValueWatch:
         return memory_of(tensor) in self._written
 
     def _note(self, tensor: torch.Tensor) -> None:
-        if tensor.is_meta or self.has_values(tensor):
+        if tensor.is_meta or not memory_of(tensor) or self.has_values(tensor):
             return
         self._written[memory_of(tensor)] = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         if len(self._written) > self._limit:
@@ -69,5 +69,7 @@ def _tensors(tree: Any) -> Iterator[torch.Tensor]:
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """What tells the tensor's storage from all others that live."""
+    """What tells the tensor's storage from all others that live; 0: it has none, as sparse ones."""
+    if tensor.layout is not torch.strided:
+        return 0
     return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - torch has no other way to tell storages apart
