@@ -1127,3 +1127,18 @@ def test_a_constructor_may_compute_with_sparse_tensors():
     assert found.value("weight").std() > 0
     assert torch.equal(model.adjacent.to_dense(), 2 * torch.eye(4))
     assert (model.sums == 2.0).all()
+
+
+@pytest.mark.parametrize("tied", ["embed", "head"])
+@pytest.mark.parametrize("kind", [Words, OwnWords])
+def test_a_deep_copy_of_what_is_tied_begins_as_its_original(tied, kind):
+    """It was initialised as what comes first in the copy."""
+    first = "embed" if tied == "embed" else "head"
+    with deferred_init():
+        model = nn.ModuleList([kind(first, tied, "never")])
+        model.append(copy.deepcopy(model[0]))
+    found = Sharded(model)
+    assert torch.equal(found.value("1.head.weight"), found.value("0.head.weight"))
+    assert found.value("0.head.weight").std().item() == pytest.approx(
+        16**-0.5 * 3**-0.5 if tied == "embed" else 1, rel=0.2
+    )

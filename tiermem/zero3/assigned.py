@@ -16,6 +16,7 @@ import copy
 import itertools
 import sys
 import weakref
+from dataclasses import replace
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -70,6 +71,7 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._forms: dict[int, _Form] = {}  # by memory
         self._writes: dict[int, Writes] = {}  # by identity, too: a place may be another parameter's by now
         self._sources: dict[int, nn.Parameter] = {}  # by the memory they were made of
+        self._copied: list[tuple[Writes, Begun, nn.Parameter, nn.Module, dict[int, Any]]] = []
         self._watch = ValueWatch()
         for module, name, writes in all_written():  # of blocks before
             parameter = module._parameters.get(name)  # noqa: SLF001 - getattr might compute it
@@ -167,7 +169,11 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for attribute, parameter in copied._parameters.items():  # noqa: SLF001
             if parameter is not None and memory_of(parameter) == memory_of(original):
                 copy_writes(copied, attribute, made, attribute)
-                self._show(result, made, attribute, writes_of(made, attribute, result))
+                writes = writes_of(made, attribute, result)
+                self._show(result, made, attribute, writes)
+                owner = writes_of(copied, attribute, parameter).begun.owner()
+                if owner is not None and owner is not copied:
+                    self._copied.append((writes, writes.begun, parameter, owner, frame.f_locals["memo"]))
 
     def _keep(self, writes: Writes, values: torch.Tensor) -> None:
         if all_equal(values) or values.numel() * values.itemsize <= _KEPT_NBYTES:
@@ -250,6 +256,12 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
         """Nothing more is watched: what has come into other memory out of sight is lost, but for its own values."""
+        for writes, begun, parameter, owner, copies in self._copied:  # tied to one that was copied later
+            made = copies.get(id(owner))
+            names = [name for name, each in owner._parameters.items() if each is parameter]  # noqa: SLF001
+            if made is not None and names and writes.begun is begun:
+                share_writes(made, names[0], writes)
+                writes.begun = replace(begun, owner=weakref.ref(made))
         for module, name, bare in self._objects.values():
             here = module._parameters.get(name) is bare and bare.is_meta  # noqa: SLF001 - getattr might compute it
             if here and not self._is_shown(memory_of(bare)):
