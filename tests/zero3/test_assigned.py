@@ -1142,3 +1142,30 @@ def test_a_deep_copy_of_what_is_tied_begins_as_its_original(tied, kind):
     assert found.value("0.head.weight").std().item() == pytest.approx(
         16**-0.5 * 3**-0.5 if tied == "embed" else 1, rel=0.2
     )
+
+
+def test_a_parameter_made_anew_of_the_one_before_was_not_written_behind_the_block():
+    with deferred_init():
+        model = Written(lambda self: nn.init.ones_(self.one.weight))
+    with deferred_init():
+        model.one.weight = nn.Parameter(model.one.weight.data)
+        model.one.weight.data.mul_(3.0)
+        nn.init.ones_(model.one.bias)
+        model.one.bias = nn.Parameter(model.one.bias)
+    found = Sharded(model)
+    assert (found.value("one.weight") == 3.0).all()
+    assert (found.value("one.bias") == 1.0).all()
+
+
+def test_an_initialisation_that_puts_a_value_for_none_is_the_one_that_is_called_again():
+    class Normed(nn.Linear):
+        def reset_parameters(self, deviation=None) -> None:
+            deviation = deviation or self.in_features**-0.5
+            nn.init.normal_(self.weight, std=deviation)
+            with torch.no_grad():
+                self.weight.div_(self.weight.norm())
+            nn.init.zeros_(self.bias)
+
+    with deferred_init():
+        model = Normed(8, 8)
+    assert Sharded(model).value("weight").norm().item() == pytest.approx(1.0)

@@ -266,7 +266,7 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             here = module._parameters.get(name) is bare and bare.is_meta  # noqa: SLF001 - getattr might compute it
             if here and not self._is_shown(memory_of(bare)):
                 self._came(module, name, bare)
-            self._writes[id(bare)].version = version(bare)
+            self._writes[id(bare)].version = version(bare) if here else None
 
     def _came(self, module: nn.Module, name: str, bare: nn.Parameter) -> None:
         """The parameter is found in memory that is not known to be its own."""

@@ -16,6 +16,7 @@ from torch import nn
 _EMBEDDINGS = (nn.Embedding.__init__.__code__, nn.EmbeddingBag.__init__.__code__)
 _RESETS = ("reset_parameters", "_reset_parameters")
 _OWN_INIT = "_init_weights"
+_PLAIN = (bool, int, float, str)  # arguments that can be compared
 
 
 class Repeated(Enum):
@@ -59,17 +60,18 @@ def repeated_by(module: nn.Module, frame: FrameType) -> Repeated | None:
 
 
 def _is_as_again(frame: FrameType, function: Callable[..., object] | None) -> bool:
-    """Whether what runs in `frame` has no other arguments than it will have when it is called again."""
+    """Whether what runs in `frame` has no other arguments than it will have when it is called again.
+
+    In place of None it may have put what that stands for.
+    """
     function = inspect.unwrap(function) if function is not None else None
     if function is None or getattr(function, "__code__", None) is not frame.f_code:
         return True  # what it calls of its own class's parents
-    defaults = {name: each.default for name, each in inspect.signature(function).parameters.items()}
-    given = (
-        (frame.f_locals.get(name), default)
-        for name, default in defaults.items()
-        if default is not inspect.Parameter.empty
-    )
-    return all(value is default or (type(value) is type(default) and value == default) for value, default in given)
+    for name, parameter in inspect.signature(function).parameters.items():
+        value, default = frame.f_locals.get(name), parameter.default
+        if type(default) in _PLAIN and not (type(value) is type(default) and value == default):
+            return False
+    return True
 
 
 def module_given(bare: nn.Parameter, frame: FrameType | None) -> nn.Module | None:

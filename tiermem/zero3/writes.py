@@ -245,7 +245,7 @@ def refuse_unnoted(model: nn.Module) -> None:
     for name, bare in model.named_parameters():
         path, _, attribute = name.rpartition(".")
         writes = _records.get(model.get_submodule(path), {}).get(attribute)
-        if writes is not None and bare.is_meta and writes.version not in (None, version(bare)):
+        if writes is not None and bare.is_meta and writes.version is not None and writes.version < version(bare):
             raise ConfigError(
                 f"parameter {name} was written behind deferred_init and before offload, where it has no storage: that "
                 "is lost. Write inside the block, or in runtime.gathered(..., write=True); or pass init= or weights="
