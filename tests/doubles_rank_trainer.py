@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
-from doubles_combinations import some_of
+from doubles_combinations import number_of, some_of
 from doubles_rank_idioms import told
 from doubles_rank_scenarios import parameters_of
 from doubles_ranks import STALL
@@ -31,17 +31,21 @@ import tiermem
 from tiermem.integrations.checkpoints import KEY
 from tiermem.integrations.trainer import Seq2SeqTrainer, Trainer
 
-# Four batches an epoch on each of two ranks, three of them an update: the second update of an epoch has one.
+ROWS = 10
+# Three batches an epoch on each of two ranks, the last with rows of the first, two of them an update: the second update
+# of an epoch has one.
 RUN: dict[str, Any] = {
     "max_steps": 5,
-    "gradient_accumulation_steps": 3,
+    "gradient_accumulation_steps": 2,
     "lr_scheduler_type": "cosine",
     "warmup_steps": 2,
     "weight_decay": 0.1,
     "eval_strategy": "steps",
     "eval_steps": 3,
-    "per_device_eval_batch_size": 2,
+    "per_device_eval_batch_size": 4,
 }
+# Of three, which have two batches an epoch, no more than one resume needs.
+THREE = RUN | {"max_steps": number_of(3, 5), "eval_steps": number_of(2, 3)}
 
 
 def counted(answers: transformers.EvalPrediction) -> dict[str, float]:
@@ -93,7 +97,7 @@ class EachBatch(Given):
 
 def dropping() -> nn.Module:
     """Dropout draws random numbers in every step."""
-    return llama(attention_dropout=0.2)
+    return llama(layers=1, attention_dropout=0.2)
 
 
 def offloaded(
@@ -122,7 +126,7 @@ def paged(
     """The run with an offloaded model; `how`: of the Config."""
     args = arguments(directory / "out", arguments_kind, **settings)
     with offloaded(directory, make, resume=resume, **how) as runtime:
-        given = {"train_dataset": data(), "eval_dataset": data(11)} | (named or {})
+        given = {"train_dataset": data(ROWS), "eval_dataset": data(11)} | (named or {})
         trainer = kind(args=args, runtime=runtime, **given)
         script(trainer)
         return trained(trainer, parameters_of(runtime))
@@ -131,7 +135,7 @@ def paged(
 def plainly(directory: Path, kind: type[Given], found: Trained, *, named: Any = None, **settings: Any) -> Trained:
     """The same on transformers' own, with the norms of `found`."""
     norms = [line["grad_norm"] for line in found.history if "loss" in line]
-    named = {"norms": norms, "eval_dataset": data(11)} | (named or {})
+    named = {"norms": norms, "train_dataset": data(ROWS), "eval_dataset": data(11)} | (named or {})
     return plain(directory, kind=kind, make=dropping, named=named, **settings)
 
 
@@ -160,7 +164,7 @@ class Killer(TrainerCallback):
 def empty() -> nn.Module:
     """As after a restart: no weights, and none can be guessed."""
     with tiermem.deferred_init():
-        return llama(9, attention_dropout=0.2)
+        return llama(9, layers=1, attention_dropout=0.2)
 
 
 METRICS = {"compute_metrics": counted}
@@ -172,8 +176,9 @@ def at_stage(stage: int) -> Callable[[Path, int, int], Any]:
     def scenario(directory: Path, rank: int, size: int) -> Any:
         folder = sharing(rank, size, directory, "whole")
         reference = Given if stage == 1 else EachBatch
-        found = paged(folder, how={"stage": stage}, named=METRICS, **RUN)
-        result = {"found": found, "expected": plainly(folder / "plain", reference, found, named=METRICS, **RUN)}
+        settings = RUN if size == 2 else THREE
+        found = paged(folder, how={"stage": stage}, named=METRICS, **settings)
+        result = {"found": found, "expected": plainly(folder / "plain", reference, found, named=METRICS, **settings)}
         return result | ({"continued": begun_elsewhere(folder, found)} if stage == 1 else {})
 
     scenario.__name__ = f"trainer_stage_{stage}"
@@ -195,7 +200,7 @@ def begun_elsewhere(folder: Path, found: Trained) -> Trained:
 def trainer_best(directory: Path, rank: int, size: int) -> Any:
     """Without accumulation, updated under backward; the last is not the best, and both are saved."""
     folder = sharing(rank, size, directory, "best")
-    settings = RUN | {"gradient_accumulation_steps": 1, "learning_rate": 0.3, "max_steps": 4}
+    settings = RUN | {"gradient_accumulation_steps": 1, "learning_rate": 1.0, "max_steps": 4}
     settings |= {"save_strategy": "steps", "save_steps": 2, "eval_steps": 2, "load_best_model_at_end": True}
 
     def script(trainer: Trainer) -> None:
@@ -221,8 +226,10 @@ DEATHS: dict[str, tuple[Any, str, int, int | None]] = {
 OF_THREE = some_of(["in a step"], set(DEATHS) - {"in a step"})
 
 
-def dying(when: str, rank: int) -> Callable[..., Any]:
+def dying(when: str, rank: int, last: int) -> Callable[..., Any]:
+    """What does it, in a run whose `last` step is an earlier one, too."""
     owner, name, fatal_step, only = DEATHS[when]
+    fatal_step -= RUN["max_steps"] - last
     real = getattr(owner, name)
 
     def call(first: Any, *others: Any, **named: Any) -> Any:
@@ -239,7 +246,8 @@ def dying(when: str, rank: int) -> Callable[..., Any]:
 def trainer_killed(directory: Path, rank: int, size: int) -> Any:
     """Broken off again and again, in the middle of an epoch and while checkpoints are made."""
     folder = sharing(rank, size, directory, "killed")
-    settings = RUN | {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
+    settings = RUN if size == 2 else THREE
+    settings = settings | {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
 
     def script(trainer: Trainer) -> None:
         trainer.train(resume_from_checkpoint=trainer.runtime.committed is not None)
@@ -254,7 +262,7 @@ def trainer_killed(directory: Path, rank: int, size: int) -> Any:
     found, make = {}, dropping
     for when in [when for when in DEATHS if size == 2 or when in OF_THREE]:
         owner, name, *_ = DEATHS[when]
-        with mock.patch.object(owner, name, dying(when, rank)):
+        with mock.patch.object(owner, name, dying(when, rank, settings["max_steps"])):
             found[when] = {"error": told(attempt), "left": left()}
         make = empty
     return {"deaths": found, "run": attempt(), "left": left()}
@@ -292,9 +300,9 @@ def trainer_generates(directory: Path, rank: int, size: int) -> Any:
         answer = trainer.predict(trainer.eval_dataset)
         answers.append([answer.predictions.tolist(), answer.metrics["test_loss"]])
 
-    settings = {"predict_with_generate": True, "generation_max_length": 9, "per_device_eval_batch_size": 1}
+    settings = {"predict_with_generate": True, "generation_max_length": 6, "per_device_eval_batch_size": 1}
     how = {"make": t5, "script": script, "arguments_kind": Seq2SeqTrainingArguments}
-    named = {"eval_dataset": data(5)}
+    named = {"eval_dataset": data(3)}
     paged(folder, how={"host_memory": "1MiB"}, kind=Seq2SeqTrainer, named=named, **how, **settings)
     plain(folder / "plain", kind=transformers.Seq2SeqTrainer, named=named, **how, **settings)
     return answers
@@ -316,16 +324,17 @@ def trainer_adapters(directory: Path, rank: int, size: int) -> Any:
 
     def run(kind: type[transformers.Trainer], model: nn.Module, out: Path, named: Any, resume: Any = None) -> Trained:
         args = arguments(out, **settings)
-        trainer = kind(model, args, train_dataset=data(), eval_dataset=data(11), **named)
+        trainer = kind(model, args, train_dataset=data(ROWS), eval_dataset=data(11), **named)
         trainer.train(resume_from_checkpoint=resume)
         return trained(trainer, {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad})
 
-    expected = run(transformers.Trainer, lora(llama(), 7), folder / "plain", {})
-    with offloaded(folder, llama) as runtime:
+    base = functools.partial(llama, layers=1)
+    expected = run(transformers.Trainer, lora(base(), 7), folder / "plain", {})
+    with offloaded(folder, base) as runtime:
         model = lora(runtime.model, 7 + rank)  # all begin with those of the first, as in DDP
         named = {"runtime": runtime, "callbacks": [Killer(4)]}
         killed = told(lambda: run(AdapterTrainer, model, folder / "out", named))
-    with offloaded(folder, llama) as runtime:
+    with offloaded(folder, base) as runtime:
         model = lora(runtime.model, 9)
         found = run(AdapterTrainer, model, folder / "out", {"runtime": runtime}, str(folder / "out" / "checkpoint-3"))
     return {"found": found, "expected": expected, "killed": killed}

@@ -9,6 +9,7 @@ import pytest
 import torch
 from doubles_combinations import some_of
 from doubles_python import WarmPython
+from doubles_rank_trainer import THREE
 from doubles_ranks import PATIENCE, Reports, run_jobs, values
 from doubles_trainer import Trained, check
 
@@ -78,7 +79,7 @@ def test_three_ranks(reports: Reports) -> None:
         torch.testing.assert_close(found.weights, expected.weights, rtol=1e-5, atol=1e-5)
         assert [line["eval_rows"] for line in found.history if "eval_loss" in line] == [11, 11], "none twice"
         same_end(resumed["run"], found)
-        assert resumed["left"] == ["checkpoint-5"]
+        assert resumed["left"] == [f"checkpoint-{THREE['max_steps']}"]
 
 
 def test_what_the_others_are_told(reports: Reports) -> None:
