@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,6 +47,7 @@ def ranks_of(name: str) -> int:
     return 4 if name in COPIES else 2
 
 
+@functools.cache
 def design_of(name: str) -> Design:
     case, config = ALL[name], ALL[name].config(Path())
     work = workload_of(tiny_llama(layers=LAYERS), "tiny", batch=2, seq=16, batches=case.batches, dtype="bfloat16")
