@@ -62,17 +62,24 @@ def as_rank(rank: int, *, copies: int | None = None, world: int = RANKS) -> Call
     return change
 
 
+@pytest.fixture(scope="module")
+def of_one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a process that has committed its second step."""
+    folder = tmp_path_factory.mktemp("committed")
+    training = Training(make_config(folder))
+    for _ in range(2):
+        training.step()
+    training.commit().wait()
+    training.close()
+    return folder
+
+
 @pytest.fixture
-def folders(tmp_path: Path) -> list[Path]:
+def folders(of_one: Path, tmp_path: Path) -> list[Path]:
     """The folders of four ranks below `tmp_path`, which have committed their second step."""
     found = [tmp_path / f"rank_{number:05d}" for number in range(RANKS)]
     for number, folder in enumerate(found):
-        folder.mkdir()
-        training = Training(make_config(folder))
-        for _ in range(2):
-            training.step()
-        training.commit().wait()
-        training.close()
+        shutil.copytree(of_one, folder)
         rewrite(folder, as_rank(number))
     return found
 
