@@ -16,7 +16,18 @@ from typing import Any
 
 import torch
 from doubles_combinations import half_of, some_of
-from doubles_rank_scenarios import CLIP, COMMITS, Odd, committing, config_for, loss_of, part, tokens
+from doubles_rank_scenarios import (
+    CLIP,
+    COMMITS,
+    Few,
+    Odd,
+    committing,
+    committing_few,
+    config_for,
+    loss_of,
+    part,
+    tokens,
+)
 from doubles_ranks import STALL
 
 import swap
@@ -106,12 +117,13 @@ def doubtful(place: str) -> Callable[[Path, int, int], Any]:
 
     def scenario(directory: Path, rank: int, size: int) -> Any:
         torch.manual_seed(1)
-        model = Odd()
+        model = Few()
         told: list[str] = []
         held: list[int] = []
         ended = ""
         try:
-            with tiermem.offload(model, config_for(directory.parent.parent / f"doubt {place}")) as runtime:
+            where = directory.parent.parent / f"doubt {place}"
+            with tiermem.offload(model, config_for(where), coalesce=0) as runtime:
                 optimizer = tiermem.AdamW(model.parameters(), lr=1e-3, max_grad_norm=CLIP)
                 for step in range(STEPS):
                     loss_of(model, part(tokens(step), rank, size)).backward()
@@ -168,19 +180,19 @@ def settled(place: str) -> Callable[[Path, int, int], Any]:
     """Go on from what the ranks of `doubtful` have left."""
 
     def scenario(directory: Path, rank: int, size: int) -> Any:
-        return committing(directory.parent.parent / f"doubt {place}", rank, size, until=STEPS + 1)
+        return committing_few(directory.parent.parent / f"doubt {place}", rank, size, until=STEPS + 1)
 
     scenario.__name__ = f"settled_{place}"
     return scenario
 
 
 def five_steps(directory: Path, rank: int, size: int) -> Any:
-    return committing(directory, rank, size, until=STEPS + 1)
+    return committing_few(directory, rank, size, until=STEPS + 1)
 
 
 def exchanged(directory: Path, rank: int, size: int) -> Any:
     """The folders of the ranks have each other's names when they go on."""
-    committing(directory, rank, size, until=1)
+    committing_few(directory, rank, size, until=1)
     torch.distributed.barrier()
     if rank == 0:
         first, second = sorted(directory.iterdir())
@@ -188,22 +200,22 @@ def exchanged(directory: Path, rank: int, size: int) -> Any:
         second.rename(first)
         (directory / "first").rename(second)
     torch.distributed.barrier()
-    return committing(directory, rank, size)
+    return committing_few(directory, rank, size)
 
 
 def one_cannot_replace(directory: Path, rank: int, size: int) -> Any:
     """All are told to replace what they have committed, and the disk of rank 1 is full; then they go on from it."""
-    committing(directory, rank, size, until=1)
+    committing_few(directory, rank, size, until=1)
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with unittest.mock.patch.object(SystemCalls, "fallocate", full if rank == 1 else SystemCalls.fallocate):
         try:
-            committing(directory, rank, size, resume=False, overwrite=True)
+            committing_few(directory, rank, size, resume=False, overwrite=True)
         except (tiermem.TiermemError, swap.SwapError) as error:
             told = f"{type(error).__name__}: {error}"
-    return {"told": told, **committing(directory, rank, size, resume=True)}
+    return {"told": told, **committing_few(directory, rank, size, resume=True)}
 
 
 def unexpected(directory: Path, rank: int, size: int) -> Any:
@@ -227,6 +239,11 @@ def unexpected(directory: Path, rank: int, size: int) -> Any:
             written = runtime.statistics().total.bytes_written
             runtime.commit().wait()
     return {"read_again": read_again, "written": written}
+
+
+def unlooked(directory: Path, rank: int, size: int) -> Any:
+    """As `looking_beside`, where nothing is kept and nobody looks."""
+    return committing(directory, rank, size, last=0)["losses"]
 
 
 def looking_beside(stage: int, verb: str) -> Callable[[Path, int, int], Any]:
@@ -276,9 +293,9 @@ def looking_beside(stage: int, verb: str) -> Callable[[Path, int, int], Any]:
 def one_has_no_pages_for_a_snapshot(directory: Path, rank: int, size: int) -> Any:
     """Rank 1's drive fails as pages are written back for the first snapshot; training and keeping go on."""
     torch.manual_seed(1)
-    model = Odd()
+    model = Few()
     told = []
-    with tiermem.offload(model, config_for(directory)) as runtime:
+    with tiermem.offload(model, config_for(directory), coalesce=0) as runtime:
         optimizer = tiermem.AdamW(model.parameters(), lr=1e-3, max_grad_norm=CLIP)
         real = Pager.start_save
         for step in range(2):
@@ -305,9 +322,9 @@ def one_has_no_thread(directory: Path, rank: int, size: int) -> Any:
         return tiermem.TiermemError(f"no thread for {name}")
 
     torch.manual_seed(1)
-    model = Odd()
+    model = Few()
     told = []
-    with tiermem.offload(model, config_for(directory)) as runtime:
+    with tiermem.offload(model, config_for(directory), coalesce=0) as runtime:
         optimizer = tiermem.AdamW(model.parameters(), lr=1e-3, max_grad_norm=CLIP)
         for step in range(2):
             loss_of(model, part(tokens(step), rank, size)).backward()
@@ -339,6 +356,7 @@ SCENARIOS: dict[str, Callable[[Path, int, int], Any]] = {
         exchanged,
         one_cannot_replace,
         unexpected,
+        unlooked,
         one_has_no_pages_for_a_snapshot,
         one_has_no_thread,
         *LOOKING,

@@ -6,6 +6,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -66,6 +67,13 @@ class Odd(nn.Module):
         for layer in self.layers:
             hidden = hidden + layer(hidden)
         return self.head(hidden + self.layers[0](hidden)) * self.scale.mean()
+
+
+class Few(nn.Sequential):
+    """Two units, for what does not depend on which there are."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Embedding(WORDS, 20), nn.Linear(20, WORDS))
 
 
 class Routed(nn.Module):
@@ -441,6 +449,8 @@ def committing(
     last: int = COMMITS,
     mesh: Any = None,
     resume: Any = "auto",
+    make: Callable[[], nn.Module] = Odd,
+    coalesce: int | str = "auto",
     **settings: Any,
 ) -> Any:
     """Train with a commit after every step up to the `last`, going on from what is there.
@@ -448,8 +458,9 @@ def committing(
     `dies(step)` is told before each commit.
     """
     torch.manual_seed(1)
-    model = Odd()
-    with tiermem.offload(model, config_for(directory, **settings), resume=resume, mesh=mesh) as runtime:
+    model = make()
+    config = config_for(directory, **settings)
+    with tiermem.offload(model, config, resume=resume, mesh=mesh, coalesce=coalesce) as runtime:
         optimizer = tiermem.AdamW(model.parameters(), lr=1e-3, max_grad_norm=CLIP)
         begun = done = runtime.committed["step"] if runtime.committed else 0
         losses = []
@@ -467,6 +478,9 @@ def committing(
     return {"begun": begun, "losses": losses, "weights": weights}
 
 
+committing_few = partial(committing, make=Few, coalesce=0)
+
+
 def committing_in_two(stage: int) -> Callable[[Path, int, int], Any]:
     """Two steps, closed, the others from the commit."""
 
@@ -479,7 +493,7 @@ def committing_in_two(stage: int) -> Callable[[Path, int, int], Any]:
 
 
 def undisturbed(directory: Path, rank: int, size: int) -> Any:
-    return committing(directory.parent.parent / "undisturbed", rank, size)
+    return committing_few(directory.parent.parent / "undisturbed", rank, size)
 
 
 # When, and the step that is gone on from. The others where all are asked for.
@@ -532,7 +546,7 @@ def killed(when: str) -> Callable[[Path, int, int], Any]:
 
             setattr(CommitStore, name, fatal)
 
-        return committing(directory.parent.parent / when, rank, size, dies=dies)
+        return committing_few(directory.parent.parent / when, rank, size, dies=dies)
 
     scenario.__name__ = f"killed_{when}"
     return scenario
@@ -540,7 +554,7 @@ def killed(when: str) -> Callable[[Path, int, int], Any]:
 
 def resumed(when: str) -> Callable[[Path, int, int], Any]:
     def scenario(directory: Path, rank: int, size: int) -> Any:
-        return committing(directory.parent.parent / when, rank, size)
+        return committing_few(directory.parent.parent / when, rank, size)
 
     scenario.__name__ = f"resumed_{when}"
     return scenario
@@ -551,9 +565,9 @@ def one_cannot_commit(directory: Path, rank: int, size: int) -> Any:
     from swap import CommitStore, SwapFullError
 
     torch.manual_seed(1)
-    model = Odd()
+    model = Few()
     told = ""
-    with tiermem.offload(model, config_for(directory)) as runtime:
+    with tiermem.offload(model, config_for(directory), coalesce=0) as runtime:
         optimizer = tiermem.AdamW(model.parameters(), lr=1e-3)
         for step in range(3):
             loss_of(model, part(tokens(step), rank, size)).backward()
@@ -577,12 +591,12 @@ def one_cannot_commit(directory: Path, rank: int, size: int) -> Any:
 
 def other_sizes(directory: Path, rank: int, size: int) -> Any:
     """A commit of two ranks, found by three, and by one."""
-    return committing(directory.parent.parent / "undisturbed", rank, size)
+    return committing_few(directory.parent.parent / "undisturbed", rank, size)
 
 
 def other_sizes_insisting(directory: Path, rank: int, size: int) -> Any:
     """As `other_sizes`; three insist that there is one."""
-    return committing(directory.parent.parent / "undisturbed", rank, size, resume=True)
+    return committing_few(directory.parent.parent / "undisturbed", rank, size, resume=True)
 
 
 def copied(directory: Path, rank: int, size: int) -> Any:
