@@ -222,9 +222,11 @@ def parameters_of(runtime: tiermem.Runtime) -> dict[str, torch.Tensor]:
 
 
 def masters_of(runtime: tiermem.Runtime, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """All masters; of frozen ones the values, from `weights`, which are all parameters."""
+    """All masters; those of frozen ones are the values in `weights`, which are all parameters, as are float32 ones'."""
     return {
-        name: runtime.master(parameter) if parameter.requires_grad else weights[name].float()
+        name: runtime.master(parameter)
+        if parameter.requires_grad and parameter.dtype != torch.float32
+        else weights[name].float()
         for name, parameter in runtime.model.named_parameters()
     }
 

@@ -1,5 +1,7 @@
 """Ranks with a device each have the bits of the same ranks on processors, in device memory of a given size.
 
+What these have is held against one process here, too; tolerances as in `test_ranks.py`.
+
 The device is played by the processor: what computes sees the device's frames only, and released ones are NaN.
 """
 
@@ -7,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import doubles_rank_checks as checks
+import doubles_rank_scenarios as scenarios
 import pytest
 import torch
 from doubles_combinations import half_of, part_of, some_of
@@ -52,6 +56,14 @@ def check(found: list[dict[str, Any]]) -> None:
         assert each["left"] == [], "nothing was committed, so nothing is kept"
 
 
+@pytest.mark.parametrize("run", RUNS)
+def test_on_processors_the_numbers_of_one_process_on_all_rows(reports, run):
+    make, how = RUNS[run]
+    how = {key: value for key, value in how.items() if key in ("accumulate", "batch")}
+    near = {"atol": 6e-3, "rtol": 2e-2} if run == "bfloat16" else None
+    checks.check(values(reports[2, f"processors_{run}"]), checks.plain(make, **how), near=near)
+
+
 @pytest.mark.parametrize(("run", "device"), [each for each in MET if "settled" not in each[1]])
 def test_the_same_bits_as_on_processors(reports, run, device):
     """In float32 and in bfloat16, at every stage, with room for everything and with the least that works."""
@@ -79,6 +91,27 @@ def test_the_least_memory_everywhere_and_slow_copies(reports, size, run):
     assert all(each["tiers"]["SWAP"][2] > 0 for each in found), "host memory does not hold everything"
 
 
+def test_verbs_are_of_all_ranks(reports):
+    torch.manual_seed(1)
+    model = scenarios.Odd()
+    scenarios.loss_of(model, scenarios.tokens(0)).backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    with torch.no_grad():
+        model.layers[0][0].weight.mul_(2.0)
+        expected = model(scenarios.tokens(1))
+    for found in values(reports[2, "verbs"]):
+        for name, gradient in gradients.items():
+            if gradient is None:
+                assert found["gradients"][name] is None, name
+            else:
+                torch.testing.assert_close(found["gradients"][name], gradient, **checks.NEAR)
+        assert found["dropped"] == [None] * len(found["dropped"])
+        assert torch.equal(found["written"], model.layers[0][0].weight)
+        assert torch.equal(found["master"], model.layers[0][0].weight)
+        torch.testing.assert_close(found["evaluated"], expected)
+        assert found["skipped"] == (1, True)
+
+
 @pytest.mark.parametrize("device", ["device", "settled"])
 def test_verbs_are_those_of_processors(reports, device):
     for one, other in zip(values(reports[2, f"{device}_verbs"]), values(reports[2, "verbs"]), strict=True):
@@ -89,6 +122,16 @@ def test_verbs_are_those_of_processors(reports, device):
             assert gradient is None or torch.equal(gradient, expected), name
         for verb in ("written", "master", "evaluated"):
             assert torch.equal(one[verb], other[verb]), verb
+
+
+def test_a_stage_with_whole_parameters_resumes(reports):
+    """What other ranks have updated is not in a rank's commit, and is fetched after the resume."""
+    found = values(reports[2, "committing_stage_2"])
+    assert [each["second"]["begun"] for each in found] == [2, 2]
+    assert all(len(each["second"]["losses"]) == scenarios.COMMITS - 2 > 0 for each in found)
+    mean = torch.tensor([each["first"]["losses"] + each["second"]["losses"] for each in found]).mean(dim=0)
+    expected = torch.tensor(checks.plain(scenarios.Odd, steps=scenarios.COMMITS, decay=0.01)[0])
+    torch.testing.assert_close(mean, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("device", "run"), CONTINUED)

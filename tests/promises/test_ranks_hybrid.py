@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(PATIENCE)]
 # The others where all are asked for: one process is what the numbers of both arrangements are held against, too.
 OTHERS = some_of(["settled"], ["device", "undivided"])
 RUNS = ["odd", "bfloat16", "routed", "stage_1", *OTHERS]
-VERBS = ["hybrid_committing", "hybrid_copied", "hybrid_kept", "wrong_meshes"]
+VERBS = ["sub_group", "hybrid_committing", "hybrid_copied", "hybrid_kept", "wrong_meshes"]
 PLAIN: dict[str, dict[str, Any]] = {
     "stage_1": {"accumulate": 2},
     "bfloat16": {},
@@ -67,6 +67,13 @@ def test_a_run_repeats_bit_by_bit_also_on_devices_and_begins_with_the_values_of_
 
 def test_experts_that_only_one_copy_has_tokens_for(reports):
     check(values(reports[4, "hybrid_routed"]), plain(scenarios.Experts, steps=STEPS, batch=scenarios.routed_tokens))
+
+
+def test_a_mesh_names_the_ranks_that_share_a_model(reports):
+    found = values(reports[4, "sub_group"])
+    for pair in range(2):
+        expected = plain(scenarios.Odd, batch=lambda step, pair=pair: scenarios.tokens(step + 100 * pair))
+        check(found[2 * pair : 2 * pair + 2], expected)
 
 
 def test_a_commit_of_both_copies_is_continued_with_the_same_bits(reports):
