@@ -11,8 +11,9 @@ from doubles_rank_idioms import committed, kept_of, told
 from doubles_rank_scenarios import (
     CLIP,
     Experts,
+    Few,
     Odd,
-    committing,
+    committing_few,
     config_for,
     loss_of,
     masters_of,
@@ -63,8 +64,8 @@ def run(name: str, make: Callable[[], torch.nn.Module], **how: Any) -> Scenario:
 def hybrid_committing(directory: Path, rank: int, size: int) -> Any:
     """Three steps, of which two are kept, and the third again from the commit. Updated under backward, clipped."""
     how: dict[str, Any] = {"mesh": pairs(), "update": "backward", "until": 3}
-    whole, again = (committing(directory, rank, size, last=last, **how) for last in (2, 3))
-    wrong = told(lambda: committing(directory, rank, size, until=5))
+    whole, again = (committing_few(directory, rank, size, last=last, **how) for last in (2, 3))
+    wrong = told(lambda: committing_few(directory, rank, size, until=5))
     return {"whole": whole, "again": again, "wrong": wrong}
 
 
@@ -79,8 +80,8 @@ def hybrid_copied(directory: Path, rank: int, size: int) -> Any:
         ("one copy", None, folder / "copy"),
     ):
         torch.manual_seed(1 if not before else 77)  # a snapshot's values win
-        model = Odd()
-        with tiermem.offload(model, config_for(directory / name), resume=before, mesh=mesh) as runtime:
+        model = Few()
+        with tiermem.offload(model, config_for(directory / name), resume=before, mesh=mesh, coalesce=0) as runtime:
             optimizer = tiermem.AdamW(model.parameters(), lr=1e-3, max_grad_norm=CLIP)
             if not before:
                 loss_of(model, part(tokens(0), rank, size)).backward()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from doubles_combinations import number_of
 from doubles_rank_scenarios import (
     CLIP,
     WORDS,
@@ -162,7 +163,7 @@ def activations(directory: Path, rank: int, size: int) -> Any:
 
     def run(kind: str, *, paged: bool) -> tuple[list[Any], int]:
         torch.manual_seed(1)
-        model = llama().train()
+        model = llama(layers=2).train()
         if kind == "checkpointed":
             model.gradient_checkpointing_enable()
         own = directory.parent / f"{kind} {paged}"
@@ -261,7 +262,7 @@ def adversaries(directory: Path, rank: int, size: int) -> Any:
         maker, judge = model.children()
         makes, judges = adamw(maker.parameters(), lr=1e-2), adamw(judge.parameters(), lr=1e-2)
         noise, losses = torch.linspace(-1, 1, 128).view(2, 64), []
-        for round_ in range(5):
+        for round_ in range(number_of(3, 5)):
             for _ in range(3):
                 with torch.no_grad():
                     made = maker(noise)

@@ -108,8 +108,8 @@ class Experts(nn.Module):
         return self.head(hidden)
 
 
-def llama() -> nn.Module:
-    return small_llama(words=WORDS, mlp_width=72, max_position_embeddings=32)
+def llama(layers: int = 3) -> nn.Module:
+    return small_llama(words=WORDS, mlp_width=72, layers=layers, max_position_embeddings=32)
 
 
 def tokens(step: int) -> torch.Tensor:
