@@ -6,10 +6,12 @@ A script is a function of a `Trainee`, written as users write training loops. `p
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,6 +24,10 @@ Make = Callable[[], nn.Module]
 MIB = 1 << 20
 UPDATES = ("step", "forward", "backward", "auto")
 BUDGETS = ("generous", "tight", "least")
+
+# Without a GPU of the processor's generator alone. `torch.manual_seed` notes, for three kinds of devices that are not
+# there, from where each was to be seeded: as much in Python as a step of the plain model is.
+seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
 
 
 class PlainAdamW(torch.optim.AdamW):
@@ -71,9 +77,9 @@ Script = Callable[[Trainee], None]
 
 
 def plain(make: Make, script: Script) -> Outcome:
-    torch.manual_seed(1)
+    seed(1)
     model = make()
-    torch.manual_seed(2)
+    seed(2)
     trainee = Trainee(model, PlainAdamW, lambda p: None if p.grad is None else p.grad.clone())
     script(trainee)
     return Outcome(trainee.noted, {name: values.clone() for name, values in model.state_dict().items()})
@@ -84,6 +90,34 @@ def config_for(directory: Path, budget: int | str, update: str, **settings) -> t
     return tiermem.Config(host_memory=budget, swap_dirs=[directory], update=update, **(defaults | settings))
 
 
+def as_found_before(find: Callable[..., int]) -> Callable[..., int]:
+    """`find`, carried out once for all models that are divided alike: looking for a budget takes as long as some steps.
+
+    What is found is told by what is asked and by the model's modules and parameters; not by the directory.
+    """
+    found: dict[Any, int] = {}
+
+    @functools.wraps(find)
+    def asked(model: nn.Module, directory: Path, *wishes: Any, **settings: Any) -> int:
+        shared = {id(values): name for name, values in model.named_parameters()}
+        parameters = tuple(
+            (name, shared[id(values)], values.shape, values.dtype, values.requires_grad)
+            for name, values in model.named_parameters(remove_duplicate=False)
+        )
+        modules = tuple((name, type(module)) for name, module in model.named_modules())
+        key = (parameters, modules, wishes, tuple(sorted(settings.items(), key=str)))
+        try:
+            hash(key)
+        except TypeError:  # a list of modules
+            return find(model, directory, *wishes, **settings)
+        if key not in found:
+            found[key] = find(model, directory, *wishes, **settings)
+        return found[key]
+
+    return asked
+
+
+@as_found_before
 def least_budget(model: nn.Module, directory: Path, units=None, keeping=None, **settings) -> int:
     """What BudgetError names when the budget is a single page."""
     try:
@@ -93,11 +127,13 @@ def least_budget(model: nn.Module, directory: Path, units=None, keeping=None, **
     raise AssertionError("a budget of one page should never do")
 
 
+@as_found_before
 def largest_unit(model: nn.Module, directory: Path, units=None, keeping=None, **settings) -> int:
     layouts = draw(model, config_for(directory, 1024 * MIB, "step", **settings), units, keeping=keeping).layouts
     return max(layout.nbytes for layout in layouts)
 
 
+@as_found_before
 def budget_for(model: nn.Module, directory: Path, budget: str, units=None, keeping=None, **settings) -> int:
     """Bytes for "generous", "tight" (twice the largest unit's parameters, but what can work at all) and "least".
 
@@ -139,13 +175,13 @@ def offloaded(
     keep=None,
     **settings,
 ) -> Outcome:
-    torch.manual_seed(1)
+    seed(1)
     model = make()
     nbytes = budget_for(model, directory, budget, units, Keeping(keep), **settings)
-    torch.manual_seed(2)
+    seed(2)
     config = config_for(directory, nbytes, update, **settings)
     with tiermem.offload(model, config, units=units, coalesce=coalesce, keep=keep) as runtime:
-        torch.manual_seed(2)
+        seed(2)
         trainee = Trainee(model, tiermem.AdamW, runtime.gradient)
         script(trainee)
         weights = {name: values.detach().clone() for name, values in model.named_buffers()}
