@@ -89,7 +89,7 @@ def test_what_can_stay_in_memory_is_not_written_for_an_update_that_may_be_undone
         device="cpu",
         host_memory=int(share * 12 * sum(numels)) // 4096 * 4096,
         swap_dirs=[tmp_path],
-        tile_size="64KiB",
+        tile_size="128KiB",
         io_backend="inline",
     )
 

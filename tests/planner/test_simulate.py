@@ -88,7 +88,7 @@ def test_a_step_takes_at_least_what_each_resource_needs(design: Design) -> None:
 
 
 @given(design=designs(150_000), tile_seconds=st.floats(1e-5, 1e-2))
-@settings(max_examples=number_of(6, 10))
+@settings(max_examples=number_of(4, 10))
 def test_each_tile_takes_its_seconds_besides(design: Design, tile_seconds: float) -> None:
     tiles = sum(design.tiles(unit) for unit in range(len(design.workload.units)))
     slower = replace(design, tile_seconds=tile_seconds, slower=(0.0, 0.0, 0.0, 0.0))

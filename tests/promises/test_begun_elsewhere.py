@@ -191,9 +191,9 @@ def test_moments_of_a_unit_are_not_gathered_in_memory_before_they_are_stored(tmp
 )
 def test_what_is_loaded_or_gathered_for_writing_is_written_once(tmp_path, param_dtype, moments):
     """A tile was written for each of the parameters that lie in it: nine here."""
-    model = small_llama(words=64, width=128, mlp_width=256, layers=6)
+    model = small_llama(words=64, width=128, mlp_width=256, layers=3)
     settings = {"param_dtype": param_dtype, "moments": moments, "commits": False}
-    config = config_for(tmp_path, 4 * MIB, "step", **settings)
+    config = config_for(tmp_path, 2 * MIB, "step", **settings)
     with tiermem.offload(model, config, coalesce=0) as runtime:
         ours = tiermem.AdamW(model.parameters(), lr=1e-3)
         for _ in range(3):

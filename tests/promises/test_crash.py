@@ -494,7 +494,7 @@ def test_a_full_disk_is_found_before_anything_is_changed(tmp_path: Path, monkeyp
 def test_a_killed_run_is_resumed_bit_for_bit(warm_python: WarmPython, tmp_path: Path) -> None:
     program = str(ROOT / "tools" / "kill_training.py")
     kills = number_of(4, 6)
-    done = warm_python.run(program, str(tmp_path), "--kills", str(kills), "--steps", str(4 * kills))
+    done = warm_python.run(program, str(tmp_path), "--kills", str(kills), "--steps", str(3 * kills))
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{kills} kills" in done.stdout
     assert "nothing lost" in done.stdout

@@ -460,7 +460,7 @@ def test_torch_compile(make, of, tmp_path):
 @pytest.mark.parametrize("of", some_of(["its layers before offload"], ["a model before offload"]))
 def test_torch_compile_ahead_of_time(of, tmp_path):
     def make() -> nn.Module:
-        model = Stack(depth=2)
+        model = Stack(depth=1)
         for part in {"a model": [model], "its layers": model.layers}[of.removesuffix(" before offload")]:
             part.compile(backend="aot_eager")
         return model

@@ -31,7 +31,7 @@ def test_reserved_memory_at_any_moment_is_within_the_least_budget(update, tmp_pa
     with tiermem.offload(model, config_for(tmp_path, budget, update)) as runtime:
 
         def watch() -> None:
-            while not done.wait(0.0005):
+            while not done.wait(0.002):
                 seen.append(runtime.statistics().tiers[-1].reserved)
 
         watcher = threading.Thread(target=watch)

@@ -222,7 +222,7 @@ def test_an_evaluation_reads_less_far_ahead_and_keeps_more(tmp_path):
 
 def test_behind_what_is_evaluated_amid_a_step_that_goes_on_where_it_was(tmp_path):
     """It had begun again, by the forecast, and wrote 1.4 times the bytes: tiles it was to use soon had gone first."""
-    model, x = small_llama(words=256, width=128, mlp_width=352, layers=12), torch.randint(0, 256, (2, 8))
+    model, x = small_llama(words=256, width=128, mlp_width=352, layers=6), torch.randint(0, 256, (2, 8))
     nbytes = 7 * sum(parameter.numel() for parameter in model.parameters())
     settings = {"param_dtype": "bfloat16", "commits": False, "io_backend": "inline", "tile_size": "256KiB"}
     with tiermem.offload(model, config_for(tmp_path, nbytes, "step", **settings), coalesce=0) as runtime:
@@ -244,7 +244,7 @@ def test_behind_what_is_evaluated_amid_a_step_that_goes_on_where_it_was(tmp_path
 @pytest.mark.parametrize("amid", [False, True])
 def test_a_batch_evaluated_now_and_then_is_no_part_of_a_step_and_moves_few_bytes(amid, tmp_path):
     """It was, so that two steps were planned anew; the first read 1.2 times as much, or 1.1 amid a step."""
-    model, x = small_llama(words=256, width=128, mlp_width=352, layers=12), torch.randint(0, 256, (2, 8))
+    model, x = small_llama(words=256, width=128, mlp_width=352, layers=6), torch.randint(0, 256, (2, 8))
     nbytes = 14 * sum(parameter.numel() for parameter in model.parameters()) * 3 // 10
     settings = {"param_dtype": "bfloat16", "commits": False, "io_backend": "inline", "tile_size": "256KiB"}
     with tiermem.offload(model, config_for(tmp_path, nbytes, "forward", **settings), coalesce=0) as runtime:
