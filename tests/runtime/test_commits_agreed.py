@@ -123,7 +123,7 @@ def test_no_two_ranks_disagree_and_nothing_is_given_up_that_a_resume_may_need(pa
         assert not some_start_takes_the_new
 
 
-@settings(max_examples=200)
+@settings(max_examples=number_of(100, 200))
 @given(st.lists(PART, min_size=2, max_size=4))
 def test_as_long_as_the_ranks_can_talk_they_decide_if_one_can_be_sure(parts):
     believed = set(decide(parts))

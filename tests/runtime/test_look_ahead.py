@@ -77,7 +77,7 @@ class SlowDrive:
 def train(drive: SlowDrive, directory: Path, steps: int = STEPS, **settings: Any) -> tiermem.Statistics:
     torch.manual_seed(0)
     model = small_llama(words=512, width=128, mlp_width=344, layers=4)
-    chosen = {"host_memory": 2 * MIB, "update": "step", "tile_size": "128KiB"} | settings
+    chosen = {"host_memory": 2 * MIB, "update": "step", "tile_size": "256KiB"} | settings
     config = tiermem.Config(device="cpu", swap_dirs=[directory], io_backend="inline", commits=False, **chosen)
     with tiermem.offload(model, config) as runtime:
         drive.runtime = runtime

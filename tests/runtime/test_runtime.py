@@ -172,7 +172,7 @@ def test_what_is_evaluated_and_what_is_dropped_is_no_part_of_the_next_step(tmp_p
 @pytest.mark.parametrize("trained", [0, 5])
 def test_an_evaluation_keeps_what_it_can_from_batch_to_batch(trained, device, tmp_path):
     """Whatever was used longest ago is what comes next: were it always the first to go, all would be read each time."""
-    model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(24)))
+    model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(12)))
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
     inputs = torch.randn(2, 128)
     config = config_for(tmp_path, nbytes * 7 // 8, "forward", **device)
@@ -372,7 +372,7 @@ def test_what_is_updated_while_another_part_is_evaluated_is_not_read_for_it_agai
 
 @pytest.mark.parametrize("verb", ["parameter", "gathered", "save_pretrained", "zero_grad"])
 def test_a_step_reads_no_more_for_what_was_looked_at_before_it(verb, tmp_path):
-    model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(24)))
+    model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(12)))
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
     config = config_for(tmp_path, nbytes * 7 // 8, "forward", io_backend="inline")  # threads: it varies
     with tiermem.offload(model, config, coalesce=0) as runtime:

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from doubles_combinations import number_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -32,7 +33,7 @@ PARTS = st.lists(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=number_of(80, 200))
 @given(PARTS, st.integers(0, 4000))
 @example([([1], trained, False, False) for trained in (True, False, False, True)], 4000)
 def test_groups_are_rows_of_one_kind_within_the_size(drawn, most):

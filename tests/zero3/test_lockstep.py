@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from doubles_combinations import number_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -155,7 +156,7 @@ WAYS = st.lists(st.integers(0, 3), max_size=8)
 
 
 @given(ways=st.lists(WAYS, max_size=5))
-@settings(max_examples=100)
+@settings(max_examples=number_of(50, 100))
 def test_everybody_goes_their_own_way_whatever_it_is(stacks: bool, ways: list[list[int]]) -> None:
     world = World(stacks)
     scripts = [Script(world, number, way) for number, way in enumerate(ways)]
@@ -182,7 +183,7 @@ def test_a_thread_that_is_slow_to_end_is_waited_for(stacks: bool, monkeypatch: p
 
 
 @given(way=WAYS, count=st.integers(1, 6))
-@settings(max_examples=50)
+@settings(max_examples=number_of(30, 50))
 def test_units_are_brought_once_where_all_agree_and_passed_in_order(stacks: bool, way: list[int], count: int) -> None:
     world = World(stacks)
     world.lockstep.run([Script(world, number, way) for number in range(count)])
@@ -194,7 +195,7 @@ def test_units_are_brought_once_where_all_agree_and_passed_in_order(stacks: bool
 
 
 @given(backs=st.lists(WAYS, max_size=5))
-@settings(max_examples=100)
+@settings(max_examples=number_of(50, 100))
 def test_everybody_goes_back_through_what_was_left(stacks: bool, backs: list[list[int]]) -> None:
     world = World(stacks)
     world.lockstep.run([Script(world, number, [7], back) for number, back in enumerate(backs)])
@@ -207,7 +208,7 @@ def test_everybody_goes_back_through_what_was_left(stacks: bool, backs: list[lis
 
 
 @given(back=WAYS, count=st.integers(1, 6))
-@settings(max_examples=50)
+@settings(max_examples=number_of(30, 50))
 def test_where_all_agree_units_are_brought_once_on_the_way_back(stacks: bool, back: list[int], count: int) -> None:
     world = World(stacks)
     world.lockstep.run([Script(world, number, [7], back) for number in range(count)])
@@ -216,7 +217,7 @@ def test_where_all_agree_units_are_brought_once_on_the_way_back(stacks: bool, ba
 
 
 @given(backs=st.lists(WAYS, min_size=1, max_size=4), who=st.integers(0, 3), place=st.integers(0, 7))
-@settings(max_examples=60)
+@settings(max_examples=number_of(40, 60))
 def test_an_error_on_the_way_back_leaves_nothing_held(
     stacks: bool, backs: list[list[int]], who: int, place: int
 ) -> None:
@@ -240,7 +241,7 @@ def test_those_who_took_different_ways_meet_again(stacks: bool) -> None:
 
 
 @given(ways=st.lists(WAYS, min_size=1, max_size=4), who=st.integers(0, 3), place=st.integers(0, 7))
-@settings(max_examples=60)
+@settings(max_examples=number_of(40, 60))
 def test_an_error_ends_everybody_where_they_are(stacks: bool, ways: list[list[int]], who: int, place: int) -> None:
     world = World(stacks)
     scripts = [Script(world, number, way) for number, way in enumerate(ways)]

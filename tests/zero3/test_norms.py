@@ -11,9 +11,9 @@ import threading
 
 import pytest
 import torch
-from doubles_combinations import some_of
+from doubles_combinations import number_of, some_of
 from doubles_sharded import Sharded
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -111,6 +111,7 @@ def test_sums_have_the_bits_of_torch_and_their_squares_those_of_the_sums(numel, 
     scale=st.integers(-140, 127),
     adds=st.booleans(),
 )
+@settings(max_examples=number_of(50, 100))
 def test_two_gradients_at_once_have_the_bits_of_one_after_the_other(numel, cuts, scale, adds):
     if team_loops() is None:
         pytest.skip("torch has no GNU OpenMP of its own here, or numba cannot compile the loops")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from doubles_combinations import number_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -58,7 +59,7 @@ DTYPES = st.sampled_from([torch.float32, torch.float16, torch.int64, torch.bool,
 SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=8)
 
 
-@settings(max_examples=300)
+@settings(max_examples=number_of(100, 300))
 @given(shapes=SHAPES, data=st.data())
 def test_slots_do_not_overlap_and_trainable_ones_come_first(shapes, data):
     infos = []
