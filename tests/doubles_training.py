@@ -25,10 +25,6 @@ MIB = 1 << 20
 UPDATES = ("step", "forward", "backward", "auto")
 BUDGETS = ("generous", "tight", "least")
 
-# Without a GPU of the processor's generator alone. `torch.manual_seed` notes, for three kinds of devices that are not
-# there, from where each was to be seeded: as much in Python as a step of the plain model is.
-seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
-
 
 class PlainAdamW(torch.optim.AdamW):
     """torch's, with clipping where tiermem's has it."""
@@ -77,9 +73,9 @@ Script = Callable[[Trainee], None]
 
 
 def plain(make: Make, script: Script) -> Outcome:
-    seed(1)
+    torch.manual_seed(1)
     model = make()
-    seed(2)
+    torch.manual_seed(2)
     trainee = Trainee(model, PlainAdamW, lambda p: None if p.grad is None else p.grad.clone())
     script(trainee)
     return Outcome(trainee.noted, {name: values.clone() for name, values in model.state_dict().items()})
@@ -175,13 +171,13 @@ def offloaded(
     keep=None,
     **settings,
 ) -> Outcome:
-    seed(1)
+    torch.manual_seed(1)
     model = make()
     nbytes = budget_for(model, directory, budget, units, Keeping(keep), **settings)
-    seed(2)
+    torch.manual_seed(2)
     config = config_for(directory, nbytes, update, **settings)
     with tiermem.offload(model, config, units=units, coalesce=coalesce, keep=keep) as runtime:
-        seed(2)
+        torch.manual_seed(2)
         trainee = Trainee(model, tiermem.AdamW, runtime.gradient)
         script(trainee)
         weights = {name: values.detach().clone() for name, values in model.named_buffers()}

@@ -259,7 +259,7 @@ def test_the_numbers_of_accumulation_and_which_graphs_are_cut(graph, update, tmp
     make, loss, reason = graph
     beside = Beside(make, tmp_path, loss, update=update)
     with beside.runtime:
-        for _ in range(4):
+        for _ in range(3):
             beside.step(rows())
         assert beside.why_not == reason
         assert all(parameter.grad is None for parameter in beside.model.parameters())

@@ -153,7 +153,7 @@ class Caught(Chain):
 def test_each_micro_batch_has_its_own_surroundings(make, update, tmp_path):
     beside = Beside(make, tmp_path, update=update)
     with beside.runtime:
-        for _ in range(4):
+        for _ in range(3):
             beside.step(rows(4))
             assert torch.is_grad_enabled()
             assert not torch.is_inference_mode_enabled()
