@@ -7,7 +7,6 @@ import contextlib
 import gc
 import os
 import signal
-import sys
 from collections.abc import Generator, Iterator
 
 import pytest
@@ -38,20 +37,8 @@ def pytest_collection() -> Generator[None, object, object]:
     try:
         return (yield)
     finally:
-        if "torch" in sys.modules and "TIERMEM_GPU_SUITE" not in os.environ:
-            _seed_the_processor_alone()
         gc.freeze()
         gc.enable()
-
-
-def _seed_the_processor_alone() -> None:
-    """Else each seed notes, for three kinds of devices that are not there, the stack from which it was asked for.
-
-    That takes a millisecond, of tests of which many take a hundred, and seed five times.
-    """
-    import torch
-
-    torch.manual_seed = torch.default_generator.manual_seed
 
 
 @pytest.hookimpl(trylast=True)
