@@ -19,6 +19,7 @@ from tiermem.zero3.materialize import Materializer, plan_layouts
 from tiermem.zero3.placeholder import Placeholders, is_placeholder
 from tiermem.zero3.shards import shards_of
 from tiermem.zero3.units import find_units
+from tiermem.zero3.writes import all_written
 
 transformers = pytest.importorskip("transformers")
 
@@ -440,12 +441,15 @@ def test_write_into_a_parameter_lent_for_reading_is_noticed():
 def test_pages_that_exist_are_adopted():
     with deferred_init():
         model = small()
+        model.kept = nn.Parameter(torch.arange(3.0))
     divided = find_units(model)
     layouts = plan_layouts(divided, dtype=torch.bfloat16, tile_numel=2048)
     materializer = Materializer(MemoryPager(), Placeholders(), lambda unit, parameter, values: None)
     parameters = materializer.adopt(divided, shards_of(layouts, 0, whole=False, copies=1))
     assert [id(p) for p in parameters] == [id(p) for p in model.parameters()]
     assert all(p.dtype == torch.bfloat16 and p.requires_grad and is_placeholder(p) for p in parameters)
+    # What was to be written into them takes memory.
+    assert not any(module in model.modules() for module, _, _ in all_written())
 
 
 def test_gradient_is_read_back_across_tiles():

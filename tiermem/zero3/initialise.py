@@ -131,14 +131,13 @@ class Initialiser:
         if own is not None and (owned or id(module) in self._reaching):
             own(module)
 
-    def run_buffers(self, module: nn.Module) -> None:
-        """Give values to the meta buffers of a module outside all units. Raises ConfigError if that fails."""
-        buffers = self._give_buffers_storage(module)
-        if not buffers:
-            return
-        with torch.no_grad():
-            (self._init or self._own.get(id(module)) or _reset)(module)
-        self._require_values(buffers)
+    def run_buffers(self, model: nn.Module) -> None:
+        """Give values to the meta buffers that are left, outside all units. Raises ConfigError if that fails."""
+        for module in model.modules():
+            if buffers := self._give_buffers_storage(module):
+                with torch.no_grad():
+                    (self._init or self._own.get(id(module)) or _reset)(module)
+                self._require_values(buffers)
 
     def _note(self, module: nn.Module, own: Init | None, parents: list[nn.Module]) -> None:
         if id(module) in self._parents:

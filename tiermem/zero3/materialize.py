@@ -87,8 +87,7 @@ class Materializer:
         for unit in divided.units:
             self._unit(unit, shards[unit.number], initialiser, parameters, absent)
             trim_heap()  # what initialising a unit needed lies outside the budget: it is not kept for the next one
-        for module in divided.model.modules():
-            initialiser.run_buffers(module)
+        initialiser.run_buffers(divided.model)
         for buffer in divided.model.buffers():
             self.broadcast(buffer)
         forget_writes(divided.model)
@@ -103,11 +102,11 @@ class Materializer:
         """
         _require_movable(divided)
         initialiser = self._initialiser(divided.model)
-        for module in divided.model.modules():
-            initialiser.run_buffers(module)
+        initialiser.run_buffers(divided.model)
         for shard in shards:
             if shard.layout.kept:
                 self.pager.lease([shard.layout.key], Intent.READ, lane=Lane.UPDATE).release()
+        forget_writes(divided.model)
         return self._stand_in(divided, shards)
 
     def _initialiser(self, model: nn.Module) -> Initialiser:
