@@ -1169,3 +1169,23 @@ def test_an_initialisation_that_puts_a_value_for_none_is_the_one_that_is_called_
     with deferred_init():
         model = Normed(8, 8)
     assert Sharded(model).value("weight").norm().item() == pytest.approx(1.0)
+
+
+def test_a_parents_own_initialisation_leaves_the_buffers_of_what_is_present_alone():
+    class Loud(nn.Module):
+        def __init__(self, present) -> None:
+            super().__init__()
+            self.present, self.head = present, nn.Linear(4, 4)
+
+        def _init_weights(self, module) -> None:
+            for each in module.modules():
+                if isinstance(each, nn.BatchNorm1d):
+                    each.reset_parameters()
+
+    present = nn.BatchNorm1d(4)
+    present.running_mean.fill_(3.0)
+    with deferred_init():
+        model = Loud(present)
+    Sharded(model)
+    assert (present.running_mean == 3.0).all()
+    assert present.num_batches_tracked is model.present.num_batches_tracked

@@ -15,8 +15,8 @@ head, is dropped there. So those names, too, are on the meta device meanwhile.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import ExitStack, nullcontext
-from typing import NamedTuple
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -45,8 +45,7 @@ class Initialiser:
         self._own: dict[int, Init] = {}
         self._parents: dict[int, list[nn.Module]] = {}
         # Beside present ones only that is called below which an absent one lies: other buffers are as they should be.
-        places = [(module, *each) for module in model.modules() for each in module._parameters.items()]  # noqa: SLF001
-        self._present = [(module, name) for module, name, each in places if each is not None and not each.is_meta]
+        self._present = list(_there(model)) if init is None else []
         self._reaching = {id(each) for each in model.modules() if not self._present or _has_absent(each)}
         self._tied_later = list(_tied_later(model))
         self._note(model, None, [])
@@ -87,9 +86,7 @@ class Initialiser:
             for module, attribute in (*self._tied_later, *elsewhere) if self._init is None else ():
                 if (id(module), attribute) not in owned:  # else it is there only
                     stack.callback(_untie(module, attribute))
-            for module, attribute in self._present if self._init is None else ():
-                if id(module) not in owners:
-                    stack.callback(_untie(module, attribute))
+            stack.enter_context(_away([each for each in self._present if each.module not in owners]))
             self._call(below, above, owners, set())
             # As in a constructor, where `reset_parameters` comes first: what the model's own leaves out is from there.
             left = {id(module) for module in below if id(module) in owners and _has_marks(module)}
@@ -227,8 +224,47 @@ def _untie(module: nn.Module, attribute: str) -> Callable[[], None]:
     tied = module._parameters.get(attribute)  # noqa: SLF001 - getattr would compute what is parametrized
     if tied is None or tied.is_meta:
         return lambda: None
-    setattr(module, attribute, nn.Parameter(torch.empty_like(tied, device="meta"), requires_grad=tied.requires_grad))
+    setattr(module, attribute, _without_storage(tied))
     return lambda: setattr(module, attribute, tied)
+
+
+class _There(NamedTuple):
+    """A parameter or buffer that has values, of the module of this identity, and what stands for it."""
+
+    module: int
+    places: dict[str, Any]
+    name: str
+    values: torch.Tensor
+    standing: torch.Tensor
+
+
+def _there(model: nn.Module) -> Iterator[_There]:
+    """The parameters that are present, and the buffers beside them."""
+    for module in model.modules():
+        own: list[tuple[dict[str, Any], str, Any]] = []
+        for places in (module._parameters, module._buffers):  # noqa: SLF001 - as in `_untie`
+            own += [(places, *each) for each in places.items() if each[1] is not None and not each[1].is_meta]
+        if any(isinstance(values, nn.Parameter) for _, _, values in own):
+            for places, name, values in own:
+                if values.layout is torch.strided and not values.is_nested:
+                    yield _There(id(module), places, name, values, _without_storage(values))
+
+
+@contextmanager
+def _away(present: Sequence[_There]) -> Iterator[None]:
+    """Have others stand for what is present, past what modules do then: of thousands, for each root."""
+    for each in present:
+        each.places[each.name] = each.standing
+    try:
+        yield
+    finally:
+        for each in present:
+            each.places[each.name] = each.values
+
+
+def _without_storage(values: torch.Tensor) -> torch.Tensor:
+    bare = torch.empty_strided(values.shape, values.stride(), dtype=values.dtype, device="meta")
+    return nn.Parameter(bare, requires_grad=values.requires_grad) if isinstance(values, nn.Parameter) else bare
 
 
 def mark(values: torch.Tensor) -> torch.Tensor:
