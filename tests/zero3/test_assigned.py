@@ -13,9 +13,11 @@ from doubles_sharded import Sharded
 from torch import nn
 
 from tiermem.errors import ConfigError
+from tiermem.zero3 import assigned
 from tiermem.zero3.deferred import deferred_init
 from tiermem.zero3.guards import refuse_unfit
 from tiermem.zero3.made import ValueWatch
+from tiermem.zero3.writes import all_written
 
 
 class Written(nn.Module):
@@ -953,6 +955,15 @@ def test_what_would_lie_in_one_memory_is_refused_as_it_is_in_a_plain_model(write
         refuse_unfit(model)
 
 
+def test_a_model_may_name_its_parameters_otherwise():
+    checkpoint_wrapper = pytest.importorskip("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
+    with deferred_init():
+        model = nn.Sequential(checkpoint_wrapper.checkpoint_wrapper(nn.Linear(4, 4)), nn.Linear(4, 4))
+    model = checkpoint_wrapper.checkpoint_wrapper(model)
+    refuse_unfit(model)
+    Sharded(model)
+
+
 def test_parts_of_one_memory_that_have_nothing_in_common_are_not_refused():
     def write(self):
         values = torch.arange(1152.0).view(48, 24)
@@ -984,6 +995,87 @@ def test_a_write_behind_the_block_is_named():
     with pytest.raises(ConfigError, match=r"parameter two\.weight was written behind deferred_init"):
         Sharded(model)
     Sharded(model, init=lambda module: [each.fill_(2.0) for each in module.parameters(recurse=False)])
+
+
+def test_a_write_between_two_blocks_is_named_unless_nothing_is_left_of_it():
+    """The second block took it for seen."""
+    with deferred_init():
+        model = Written(lambda self: None)
+    nn.init.zeros_(model.two.weight)
+    with deferred_init():
+        model.three = nn.Linear(3, 3)
+    with pytest.raises(ConfigError, match=r"parameter two\.weight was written behind deferred_init"):
+        Sharded(model)
+    with deferred_init():
+        nn.init.ones_(model.two.weight)
+    assert (Sharded(model).value("two.weight") == 1.0).all()
+
+
+def test_memory_counts_only_as_long_as_the_parameter_is_as_it_was():
+    """A parameter has memory of its own once it is converted."""
+    with deferred_init():
+        model = Written(parameters_of_one_tensor)
+        model.one.bias.data = torch.ones(24)
+    model.one.bias.data = model.one.bias.data.unsqueeze(0)
+    refuse_unfit(model.half())
+
+
+def test_what_is_written_into_memory_of_several_parameters_is_in_that_which_it_belongs_to():
+    def write(self):
+        values = torch.zeros(4, 24)
+        self.made, self.other = nn.Parameter(values[:2]), nn.Parameter(values[2:])
+        values[0].fill_(2.0)
+        values[2:] = torch.arange(24.0)
+
+    plain, found = Written(write), deferred(write)
+    for name in ("made", "other"):
+        assert torch.equal(found.value(name), plain.get_parameter(name).detach()), name
+
+
+def test_what_is_assigned_to_the_data_of_a_deep_copy_may_be_written_later():
+    """It was a KeyError."""
+
+    def write(self):
+        self.other, values = copy.deepcopy(self.one), torch.ones(24, 24)
+        self.other.weight.data = values
+        values[0] = 5.0
+
+    assert torch.equal(deferred(write).value("other.weight"), Written(write).other.weight.detach())
+
+
+@pytest.mark.parametrize("write", [lambda _: None, lambda self: nn.init.constant_(self.one.weight, 2.0)])
+def test_what_is_tied_behind_the_block_has_the_values_of_that_which_is_put_there(write):
+    """It was taken for one that had been written there, or had what was written into the one before."""
+
+    def make(block):
+        with block():
+            model = Written(write)
+            for std in (0.1, 0.2, 5.0):
+                nn.init.normal_(model.two.weight, std=std)
+                nn.init.normal_(model.two.weight[:8], std=std)
+        model.one.weight = model.two.weight
+        return model
+
+    found = Sharded(make(deferred_init))
+    assert found.value("one.weight").std().item() == pytest.approx(5.0, rel=0.2)
+
+
+def test_a_block_does_not_look_at_what_others_have_made_unless_it_is_asked_for(monkeypatch):
+    """A model that is built layer by layer, each in a block, took time by the square of them."""
+    with deferred_init():
+        model = Written(lambda self: None)
+    looks = []
+    monkeypatch.setattr(assigned, "all_written", lambda: looks.append(None) or all_written())
+    with deferred_init():
+        model.three = nn.TransformerEncoderLayer(8, 2, 8)
+        nn.init.ones_(model.three.linear1.weight)
+        model.three.norm1.weight.data[0] = 2.0
+    assert not looks
+    with deferred_init():
+        nn.init.ones_(model.one.weight)
+        nn.init.ones_(model.two.weight)
+    assert len(looks) == 1
+    assert (Sharded(model).value("two.weight") == 1.0).all()
 
 
 class Scaled(nn.Module):
@@ -1189,3 +1281,10 @@ def test_a_parents_own_initialisation_leaves_the_buffers_of_what_is_present_alon
     Sharded(model)
     assert (present.running_mean == 3.0).all()
     assert present.num_batches_tracked is model.present.num_batches_tracked
+
+
+def test_a_model_made_in_inference_mode_is_still_refused_by_name():
+    with torch.inference_mode(), deferred_init():
+        model = nn.Linear(3, 3)
+    with pytest.raises(ConfigError, match=r"weight was made in torch\.inference_mode"):
+        Sharded(model)

@@ -18,18 +18,18 @@ import sys
 import weakref
 from dataclasses import replace
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import init
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from tiermem.zero3.at_work import Repeated, is_given, module_given, modules_at_work, repeated_by
 from tiermem.zero3.engine import version
-from tiermem.zero3.made import ValueWatch, memory_of
+from tiermem.zero3.made import Source, ValueWatch, memory_of
 from tiermem.zero3.operations import (
+    OVERWRITING,
     Operation,
     View,
     all_equal,
@@ -37,25 +37,12 @@ from tiermem.zero3.operations import (
     orthogonal_at_work,
     targets_of,
 )
-from tiermem.zero3.writes import Begun, Source, Writes, all_written, begin_anew, copy_writes, share_writes, writes_of
+from tiermem.zero3.writes import Begun, Form, Writes, all_written, begin_anew, copy_writes, share_writes, writes_of
 
 _RECONSTRUCT: CodeType = copy._reconstruct.__code__  # type: ignore[attr-defined]  # noqa: SLF001
 _KEPT_NBYTES = 4 << 20  # of values that a parameter was made of; most are initialised again, and the model is large
 # The same values in another form; transformers pads the bias of a head as it ties its weights, by nothing as a rule.
 _CONVERTING = frozenset({"aten::_to_copy", "aten::clone", "aten::constant_pad_nd"})
-# Operations after which nothing is left of the values before, if they go to all elements.
-_OVERWRITE = frozenset(
-    f"aten::{name}_" for name in ("zero", "fill", "copy", "uniform", "normal", "random", "exponential", "bernoulli")
-) | {init.__name__}
-
-
-class _Form(NamedTuple):
-    """The values of a parameter in other memory, on their way to be its `.data`, and what was written into them."""
-
-    values: torch.Tensor
-    module: nn.Module
-    name: str
-    writes: Writes
 
 
 class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -68,14 +55,22 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._objects: dict[int, tuple[nn.Module, str, nn.Parameter]] = {}
         # Constants on their way into a parameter (`weight[0] = 3.0`): torch brings them to its device first.
         self._constants: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._forms: dict[int, _Form] = {}  # by memory
+        self._forms: dict[int, Form] = {}  # by memory
         self._writes: dict[int, Writes] = {}  # by identity, too: a place may be another parameter's by now
-        self._sources: dict[int, nn.Parameter] = {}  # by the memory they were made of
+        self._sources: dict[int, list[tuple[nn.Parameter, Writes]]] = {}  # by the memory they were made of
         self._copied: list[tuple[Writes, Begun, nn.Parameter, nn.Module, dict[int, Any]]] = []
         self._watch = ValueWatch()
-        for module, name, writes in all_written():  # of blocks before
+        self._has_all = False
+
+    def _recall(self, memory: int) -> None:
+        """This is asked for: if it is of no parameter that is known, look at all that blocks before have made, once."""
+        if self._has_all or memory in self._known or memory in self._forms:
+            return
+        self._has_all = True
+        for module, name, writes in all_written():
             parameter = module._parameters.get(name)  # noqa: SLF001 - getattr might compute it
             if parameter is not None and parameter.is_meta and id(parameter) not in self._objects:
+                writes.look(parameter)
                 self._writes[id(parameter)] = writes
                 self._know(module, name, parameter)
 
@@ -86,6 +81,8 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         initialisation makes again, as a rule: they are kept if they are known to be values and take little.
         """
         memory = memory_of(bare)  # which may have been another's, before a conversion
+        if values is None:
+            self._recall(memory)
         known = self._known[memory] if self._is_shown(memory) else self._objects.get(id(bare))
         if known is not None and known[0] is module and known[1] == name:
             if not self._is_whole(bare) and self._writes[id(known[2])].is_any:
@@ -103,7 +100,7 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         first = module._parameters.get(name) is None  # noqa: SLF001 - getattr might compute it
         is_made = first and not is_given(module, sys._getframe(1))  # noqa: SLF001 - documented
         if values is not None:
-            self._lies(bare, writes, Source.of(values, seen=not is_made and not all_equal(values)))
+            self._lies(bare, writes, Source.of(values, bare, seen=not is_made and not all_equal(values)))
         if is_made:
             if values is not None and self._watch.has_values(values):
                 self._keep(writes, values.detach())
@@ -114,20 +111,19 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _lies(self, bare: nn.Parameter, writes: Writes, source: Source) -> None:
         writes.source = source
-        self._sources[source.storage.cdata] = bare
+        self._sources.setdefault(source.storage.cdata, []).append((bare, writes))
 
     def _note_elsewhere(self, target: torch.Tensor, operation: Operation, frame: FrameType) -> None:
         """What is written into the memory that a parameter was made of is written into the parameter."""
-        bare = self._sources[memory_of(target)]
-        writes = self._writes[id(bare)]
-        if writes.source is None or writes.source.seen or writes.source.storage.cdata != memory_of(target):
-            return
-        alias = writes.source.alias(bare, target)
-        if alias is None:
-            writes.lose(f"{operation.name}, into the memory it was made of,")
-            return
-        args, kwargs = tree_map(lambda each: alias if each is target else each, (operation.args, operation.kwargs))
-        self.note(alias, Operation(operation.func, args, kwargs, operation.name), frame)
+        for bare, writes in self._sources.get(memory_of(target), ()):
+            source = writes.source
+            if source is None or source.seen or source.storage.cdata != memory_of(target):
+                continue
+            alias = source.alias(bare, target)
+            if alias is None:
+                writes.lose(f"{operation.name}, into the memory it was made of,")
+            elif alias.numel():
+                self.note(alias, operation.on(target, alias), frame)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -140,9 +136,8 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for target in targets_of(func, args, given):
                 frame = sys._getframe(1)  # noqa: SLF001
                 if not target.is_meta:
-                    self._watch.wrote(target, name, (args, given), whole=name in _OVERWRITE)
-                    if memory_of(target) in self._sources:
-                        self._note_elsewhere(target, Operation(func, args, given, name), frame)
+                    self._watch.wrote(target, name, (args, given), whole=name in OVERWRITING)
+                    self._note_elsewhere(target, Operation(func, args, given, name), frame)
                     continue
                 self._constants.pop(memory_of(target), None)
                 at_work = orthogonal_at_work(frame)
@@ -199,7 +194,7 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             owner = writes.begun.owner if given is None else weakref.ref(given)
             writes.begun = Begun(owner, is_reset=again is Repeated.RESET, is_done=True)
             return
-        if target.numel() == bare.numel() and operation.name in _OVERWRITE and not self._reads_own(operation, bare):
+        if target.numel() == bare.numel() and operation.name in OVERWRITING and not operation.reads(bare):
             writes.clear()
         try:
             args, kwargs = tree_map(lambda each: self._take(each, bare, writes), (operation.args, operation.kwargs))
@@ -218,6 +213,7 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """A parameter without storage is about to show other memory (`.data =`); returns which. `frame`: by whom."""
         if not (isinstance(values, torch.Tensor) and target.is_meta):
             return values
+        self._recall(memory_of(target))
         module, name, bare = self._objects.get(id(target), (None, "", None))
         if bare is not target:  # unknown as yet: of a deep copy
             form = self._form(target)
@@ -234,7 +230,7 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kept = values.detach()  # all of it, in its memory: somebody may have yet to write it
             if not again:
                 writes.calls.append(lambda place: place.copy_(kept))
-            self._lies(target, writes, Source.of(kept, seen=True))
+            self._lies(target, writes, Source.of(kept, shown, seen=True))
             self._show(shown, module, name, writes)
             return shown
         memory, form = memory_of(values), self._form(values)
@@ -266,7 +262,8 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             here = module._parameters.get(name) is bare and bare.is_meta  # noqa: SLF001 - getattr might compute it
             if here and not self._is_shown(memory_of(bare)):
                 self._came(module, name, bare)
-            self._writes[id(bare)].version = version(bare) if here else None
+            is_counted = here and not bare.is_inference()
+            self._writes[id(bare)].looked = (id(bare), version(bare)) if is_counted else None
 
     def _came(self, module: nn.Module, name: str, bare: nn.Parameter) -> None:
         """The parameter is found in memory that is not known to be its own."""
@@ -291,11 +288,6 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         writes.needs_stride |= not whole
         return View(tuple(each.shape), tuple(each.stride()), int(each.storage_offset()), whole)
 
-    def _reads_own(self, operation: Operation, bare: nn.Parameter) -> bool:
-        """Whether the values that are written are some of the parameter's own."""
-        values = operation.args[1:]
-        return any(isinstance(each, torch.Tensor) and memory_of(each) == memory_of(bare) for each in values)
-
     def _know(self, module: nn.Module, name: str, bare: nn.Parameter) -> Writes:
         """Note that this parameter is, or is about to be, in that place; returns the record of it."""
         self._known[memory_of(bare)] = self._objects[id(bare)] = module, name, bare
@@ -314,21 +306,24 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             all_of_it = self._forms[memory][0]
         return _place(values) == _place(all_of_it)
 
-    def _form(self, values: torch.Tensor) -> _Form | None:
+    def _form(self, values: torch.Tensor) -> Form | None:
         """Whose values these are, in whatever form, as of now."""
         memory = memory_of(values)
+        if values.is_meta:
+            self._recall(memory)
         if self._is_shown(memory):
             module, name, bare = self._known[memory]
-            return _Form(bare, module, name, self._writes[id(bare)])
+            return Form(bare, module, name, self._writes[id(bare)])
         return self._forms.get(memory)
 
     def _show(self, values: torch.Tensor, module: nn.Module, name: str, writes: Writes) -> None:
         """These are values of the module's parameter, as it is now: it may be given them later."""
-        self._forms[memory_of(values)] = _Form(values, module, name, writes.as_now())
+        self._forms[memory_of(values)] = Form(values, module, name, writes.as_now())
 
     def _find(self, target: torch.Tensor, frame: FrameType) -> tuple[nn.Module | None, str, nn.Parameter | None]:
         """Whose parameter the target shows; one with other memory than it began with is looked for on the stack."""
         memory = memory_of(target)
+        self._recall(memory)
         if self._is_shown(memory):
             return self._known[memory]
         form = self._form(target)

@@ -24,10 +24,10 @@ from tiermem.memory.slab import own_storage
 from tiermem.zero3.engine import outside_inference
 from tiermem.zero3.gather import Gatherer, Presence
 from tiermem.zero3.hooks import BoundHook
-from tiermem.zero3.made import memory_of
+from tiermem.zero3.made import Source, memory_of
 from tiermem.zero3.placeholder import is_placeholder
 from tiermem.zero3.units import ModelUnits
-from tiermem.zero3.writes import Source, source_of
+from tiermem.zero3.writes import absent_places, source_of
 
 # Of each size of element, what has bits only: DLPack does not know every dtype of torch's.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -205,10 +205,10 @@ def _spans(model: nn.Module) -> Iterator[_Span]:
         foreign = type(tensor) in (torch.Tensor, nn.Parameter) and id(tensor) not in own
         if (kind == "parameter" or foreign) and _lies(tensor):
             yield _Span(kind, name, tensor)
-    for name, parameter in parameters.items():
-        path, _, attribute = name.rpartition(".")
-        source = source_of(model.get_submodule(path), attribute) if parameter.is_meta and parameter.numel() else None
+    for name, module, attribute, parameter in absent_places(model):
+        source = source_of(module, attribute) if parameter.numel() and id(parameter) in own else None
         if source is not None:
+            own.remove(id(parameter))  # in its other places it is the same
             yield _Span("parameter", name, parameter, source)
 
 

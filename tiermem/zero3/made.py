@@ -1,4 +1,4 @@
-"""Which tensors, of those made while somebody watches, have values.
+"""Which tensors, of those made while somebody watches, have values; the memory that a parameter was made of.
 
 Owns the watch on what is computed. Does not know parameters or modules. Guarantees that memory which nobody has written
 is not taken for values: what was made out of sight, or of such memory, has none as far as is known here.
@@ -10,6 +10,7 @@ is not taken for values: what was made out of sight, or of such memory, has none
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -73,3 +74,37 @@ def memory_of(tensor: torch.Tensor) -> int:
     if tensor.layout is not torch.strided:
         return 0
     return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - torch has no other way to tell storages apart
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The memory that a parameter was made of, or that its `.data` became; in plain PyTorch it would lie there.
+
+    `stride` and `offset` in elements, `address` in bytes. `seen`: what is written there later is in its values.
+    `bare`: the storage that it had meanwhile.
+    """
+
+    storage: StorageWeakRef
+    bare: StorageWeakRef
+    stride: tuple[int, ...]
+    offset: int
+    address: int
+    seen: bool
+
+    @staticmethod
+    def of(values: torch.Tensor, bare: torch.Tensor, *, seen: bool) -> Source:
+        """Where these values lie; their memory is not kept."""
+        storage, other = (StorageWeakRef(each.untyped_storage()) for each in (values, bare))  # type: ignore[no-untyped-call]
+        return Source(storage, other, tuple(values.stride()), int(values.storage_offset()), values.data_ptr(), seen)
+
+    def alias(self, bare: torch.Tensor, target: torch.Tensor) -> torch.Tensor | None:
+        """What of `bare`, which has no memory, is `target` in this memory; None if a part of that is not in it."""
+        begin = int(target.storage_offset()) - self.offset
+        ends = [
+            sum((n - 1) * step for n, step in zip(each.shape, each.stride(), strict=True)) for each in (bare, target)
+        ]
+        if bare.dtype == target.dtype and (begin > ends[0] or begin + ends[1] < 0):
+            return bare.new_empty(0)
+        if tuple(bare.stride()) != self.stride or bare.dtype != target.dtype or begin < 0 or begin + ends[1] > ends[0]:
+            return None
+        return bare.as_strided(target.shape, target.stride(), bare.storage_offset() + begin)

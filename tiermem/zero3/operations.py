@@ -14,7 +14,14 @@ from typing import Any
 
 import torch
 from torch.nn import init
+from torch.utils._pytree import tree_map
 
+from tiermem.zero3.made import memory_of
+
+# Operations after which nothing is left of the values before, if they go to all elements.
+OVERWRITING = frozenset(
+    f"aten::{name}_" for name in ("zero", "fill", "copy", "uniform", "normal", "random", "exponential", "bernoulli")
+) | {init.__name__}
 _ORTHOGONAL: CodeType = inspect.unwrap(init.orthogonal_).__code__
 
 
@@ -42,6 +49,15 @@ class Operation:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     name: str
+
+    def reads(self, bare: torch.Tensor) -> bool:
+        """Whether the values that are written are some of the parameter's own."""
+        return any(isinstance(each, torch.Tensor) and memory_of(each) == memory_of(bare) for each in self.args[1:])
+
+    def on(self, target: torch.Tensor, other: torch.Tensor) -> Operation:
+        """The same on another tensor than `target`."""
+        args, kwargs = tree_map(lambda each: other if each is target else each, (self.args, self.kwargs))
+        return Operation(self.func, args, kwargs, self.name)
 
 
 def initialiser_at_work(frame: FrameType) -> Operation | None:

@@ -12,14 +12,15 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tiermem.errors import ConfigError
 from tiermem.zero3.engine import version
+from tiermem.zero3.made import Source, memory_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,36 +33,6 @@ class Conversion:
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
         """What is written into next."""
         return values.to(self.made)
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """The memory that a parameter was made of, or that its `.data` became; in plain PyTorch it would lie there.
-
-    `stride` and `offset` in elements, `address` in bytes. `seen`: what is written there later is in its values.
-    """
-
-    storage: StorageWeakRef
-    stride: tuple[int, ...]
-    offset: int
-    address: int
-    seen: bool
-
-    @staticmethod
-    def of(values: torch.Tensor, *, seen: bool) -> Source:
-        """Where these values lie; their memory is not kept."""
-        storage = StorageWeakRef(values.untyped_storage())  # type: ignore[no-untyped-call]
-        return Source(storage, tuple(values.stride()), int(values.storage_offset()), values.data_ptr(), seen)
-
-    def alias(self, bare: torch.Tensor, target: torch.Tensor) -> torch.Tensor | None:
-        """What of `bare`, which has no memory, is `target` in this memory; None if that is not a part of it."""
-        begin = int(target.storage_offset()) - self.offset
-        ends = [
-            sum((n - 1) * step for n, step in zip(each.shape, each.stride(), strict=True)) for each in (bare, target)
-        ]
-        if tuple(bare.stride()) != self.stride or bare.dtype != target.dtype or begin < 0 or begin + ends[1] > ends[0]:
-            return None
-        return bare.as_strided(target.shape, target.stride(), bare.storage_offset() + begin)
 
 
 class Draw:
@@ -110,8 +81,9 @@ class Begun:
 class Writes:
     """What was written into one parameter, in order; `lost`: the name of an operation that cannot be repeated.
 
-    `made`: gives it the values it was made of, if they are known; they come before whatever initialises it. `version`:
-    torch's count of writes into it when somebody looked last.
+    `made`: gives it the values it was made of, if they are known; they come before whatever initialises it. `looked`:
+    the parameter, by identity, and torch's count of writes into it when somebody looked last; `missed`: there have been
+    more than were noted.
     """
 
     stride: tuple[int, ...]
@@ -121,7 +93,8 @@ class Writes:
     lost: str | None = None
     needs_stride: bool = False
     source: Source | None = None
-    version: int | None = field(default=None, init=False)
+    missed: bool = field(default=False, init=False)
+    looked: tuple[int, int] | None = field(default=None, init=False)
 
     @property
     def is_any(self) -> bool:
@@ -131,7 +104,12 @@ class Writes:
     def clear(self) -> None:
         """Nothing is left of what was written before."""
         self.calls.clear()
-        self.lost, self.needs_stride = None, False
+        self.lost, self.needs_stride, self.missed = None, False, False
+
+    def look(self, bare: torch.Tensor) -> None:
+        """Nobody has noted what was written into the parameter since somebody looked."""
+        if self.looked is not None and self.looked[0] == id(bare) and self.looked[1] < version(bare):
+            self.missed = True
 
     def as_dtype(self, found: torch.dtype, made: torch.dtype) -> Writes:
         """The same in other memory, and behind it a conversion, if it is one."""
@@ -143,13 +121,22 @@ class Writes:
 
     def become(self, other: Writes) -> None:
         """What was written is that of `other`."""
-        for each in fields(self):
+        for each in filter(lambda found: found.init, fields(self)):
             value = getattr(other, each.name)
             setattr(self, each.name, list(value) if each.name == "calls" else value)
 
     def lose(self, what: str) -> None:
         """The parameter is made of values that were not there: what it was made of before may have another shape."""
         self.lost, self.made = what, None
+
+
+class Form(NamedTuple):
+    """The values of a parameter in other memory, on their way to be its `.data`, and what was written into them."""
+
+    values: torch.Tensor
+    module: nn.Module
+    name: str
+    writes: Writes
 
 
 _records: MutableMapping[nn.Module, dict[str, Writes]] = WeakIdKeyDictionary()
@@ -200,8 +187,11 @@ def give_made(module: nn.Module, attribute: str, values: torch.Tensor) -> bool:
 
 def source_of(module: nn.Module, attribute: str) -> Source | None:
     """Where the module's parameter would lie in plain PyTorch, if that is memory that others may have."""
-    writes = _records.get(module, {}).get(attribute)
-    return None if writes is None else writes.source
+    writes, bare = _records.get(module, {}).get(attribute), module._parameters[attribute]  # noqa: SLF001
+    if writes is None or writes.source is None or bare is None:
+        return None
+    # Behind the block it may have been converted, or be shown otherwise.
+    return writes.source if writes.source.bare.cdata == memory_of(bare) and writes.stride == bare.stride() else None
 
 
 def same_draws(module: nn.Module) -> AbstractContextManager[None]:
@@ -241,17 +231,35 @@ def is_reset(module: nn.Module) -> bool:
 
 
 def refuse_unnoted(model: nn.Module) -> None:
-    """Raise ConfigError if a parameter was written when nobody noted it any more."""
-    for name, bare in model.named_parameters():
-        path, _, attribute = name.rpartition(".")
-        writes = _records.get(model.get_submodule(path), {}).get(attribute)
-        if writes is not None and bare.is_meta and writes.version is not None and writes.version < version(bare):
+    """Raise ConfigError if a parameter was written when nobody noted it any more.
+
+    One that was put into a further place then has its record there, too.
+    """
+    known: dict[int, Writes] = {}
+    for name, module, attribute, bare in absent_places(model):
+        writes = _records.get(module, {}).get(attribute)
+        if writes is None or writes.looked is None or writes.looked[0] != id(bare):
+            continue
+        known[id(bare)] = writes
+        writes.look(bare)
+        if writes.missed:
             raise ConfigError(
                 f"parameter {name} was written behind deferred_init and before offload, where it has no storage: that "
                 "is lost. Write inside the block, or in runtime.gathered(..., write=True); or pass init= or weights="
             )
-        if writes is not None:
-            writes.version = None  # our own initialisation writes into all, too
+    for _, module, attribute, bare in absent_places(model):
+        if id(bare) in known:
+            share_writes(module, attribute, known[id(bare)])
+    for writes in known.values():
+        writes.looked = None  # our own initialisation writes into all, too
+
+
+def absent_places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    """Every place of a parameter that has no storage: its name, the module, the attribute, the parameter."""
+    for path, module in model.named_modules():
+        for attribute, parameter in module._parameters.items():  # noqa: SLF001 - each place of what is tied
+            if parameter is not None and parameter.is_meta:
+                yield f"{path}.{attribute}".removeprefix("."), module, attribute, parameter
 
 
 def repeat_writes(places: Iterable[tuple[nn.Module, str, str]], values: torch.Tensor) -> None:
