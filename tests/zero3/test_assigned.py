@@ -1263,6 +1263,48 @@ def test_an_initialisation_that_puts_a_value_for_none_is_the_one_that_is_called_
     assert Sharded(model).value("weight").norm().item() == pytest.approx(1.0)
 
 
+def test_a_parents_own_initialisation_goes_over_what_that_of_a_part_has_done():
+    """The part's alone was called again, in silence."""
+
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(40, 40), nn.Linear(40, 40)
+            self.apply(self._init_weights)
+
+        def _init_weights(self, module) -> None:
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.1)
+                nn.init.constant_(module.bias, 2.0)
+
+    class Parent(nn.Module):
+        def __init__(self, *, all_parts: bool) -> None:
+            super().__init__()
+            self.part, self.head = Part(), nn.Linear(40, 40)
+            (self if all_parts else self.head).apply(self._init_weights)
+            self.average = copy.deepcopy(self.part)
+            if not all_parts:
+                self.part.apply(self._init_weights)
+                self.part.apply(self.part._init_weights)
+
+        def _init_weights(self, module) -> None:
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=1.0)
+
+    with deferred_init():
+        model = nn.ModuleList([Parent(all_parts=True), Parent(all_parts=False)])
+        model.append(copy.deepcopy(model[0]))
+    found = Sharded(model)
+    for number, expected in enumerate((1.0, 0.1, 1.0)):
+        for name in ("part.one", "part.two", "average.one"):
+            assert found.value(f"{number}.{name}.weight").std().item() == pytest.approx(expected, rel=0.1)
+            assert (found.value(f"{number}.{name}.bias") == 2.0).all()
+    for number in (0, 2):
+        one = found.value(f"{number}.part.one.weight")
+        assert torch.equal(one, found.value(f"{number}.average.one.weight"))
+        assert torch.equal(one, found.value("0.part.one.weight"))
+
+
 def test_a_parents_own_initialisation_leaves_the_buffers_of_what_is_present_alone():
     class Loud(nn.Module):
         def __init__(self, present) -> None:

@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from tiermem.zero3.at_work import Repeated, is_given, module_given, modules_at_work, repeated_by
+from tiermem.zero3.at_work import is_given, module_given, modules_at_work, repeated_by
 from tiermem.zero3.engine import version
 from tiermem.zero3.made import Source, ValueWatch, memory_of
 from tiermem.zero3.operations import (
@@ -163,7 +163,7 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         copied, made = frame.f_locals["x"], frame.f_locals["y"]
         for attribute, parameter in copied._parameters.items():  # noqa: SLF001
             if parameter is not None and memory_of(parameter) == memory_of(original):
-                copy_writes(copied, attribute, made, attribute)
+                copy_writes(copied, attribute, made, attribute, frame.f_locals["memo"])
                 writes = writes_of(made, attribute, result)
                 self._show(result, made, attribute, writes)
                 owner = writes_of(copied, attribute, parameter).begun.owner()
@@ -190,9 +190,8 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         writes = self._writes[id(bare)]
         if again := repeated_by(module, frame):
             writes.clear()
-            given = module_given(bare, frame) if again is Repeated.OWN_INIT else module
-            owner = writes.begun.owner if given is None else weakref.ref(given)
-            writes.begun = Begun(owner, is_reset=again is Repeated.RESET, is_done=True)
+            given = module if again.is_reset else module_given(bare, frame)
+            writes.begun = writes.begun.again(given, again.by, is_reset=again.is_reset)
             return
         if target.numel() == bare.numel() and operation.name in OVERWRITING and not operation.reads(bare):
             writes.clear()
@@ -240,7 +239,7 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         there = writes if form is None or memory == memory_of(target) else form.writes
         if again:
             writes.clear()
-            writes.begun = Begun(weakref.ref(module), is_reset=again is Repeated.RESET, is_done=True)
+            writes.begun = writes.begun.again(module, again.by, is_reset=again.is_reset)
         elif own and self._is_whole(values):
             writes.become(there)  # its own values in another form, or those of before
         elif not own or there.is_any:  # else turned, or a part of them, before there is anything to lose: no loss

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from enum import Enum, auto
 from types import CodeType, FrameType
+from typing import NamedTuple
 
 from torch import nn
 
@@ -19,11 +19,11 @@ _OWN_INIT = "_init_weights"
 _PLAIN = (bool, int, float, str)  # arguments that can be compared
 
 
-class Repeated(Enum):
+class Repeated(NamedTuple):
     """What initialises a parameter when it has storage: its module's `reset_parameters`, a model's `_init_weights`."""
 
-    RESET = auto()
-    OWN_INIT = auto()
+    by: nn.Module  # whose `_init_weights`; the module itself
+    is_reset: bool
 
 
 def is_given(module: nn.Module, frame: FrameType | None) -> bool:
@@ -54,9 +54,9 @@ def repeated_by(module: nn.Module, frame: FrameType) -> Repeated | None:
             if called is not None and not _is_as_again(called, own):
                 return None
             if called is not None:
-                return Repeated.RESET if reset else Repeated.OWN_INIT
+                return Repeated(working, is_reset=reset)
         each = each.f_back
-    return Repeated.RESET if reset else None
+    return Repeated(module, is_reset=True) if reset else None
 
 
 def _is_as_again(frame: FrameType, function: Callable[..., object] | None) -> bool:

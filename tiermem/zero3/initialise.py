@@ -25,7 +25,7 @@ from tiermem.errors import ConfigError
 from tiermem.zero3.at_work import own_init
 from tiermem.zero3.placeholder import is_placeholder, marker_value
 from tiermem.zero3.units import Member, Place
-from tiermem.zero3.writes import is_done, is_owner, is_reset, same_draws
+from tiermem.zero3.writes import initialised_by, is_done, is_owner, is_reset, same_draws
 
 Init = Callable[[nn.Module], object]
 
@@ -42,7 +42,8 @@ class Initialiser:
         self._init = init
         self._filled_later = filled_later
         self._names = {id(module): name for name, module in model.named_modules()}
-        self._own: dict[int, Init] = {}
+        self._own: dict[int, Init] = {}  # by the module that it is called with
+        self._inits: dict[int, Init] = {}  # by the module whose it is
         self._parents: dict[int, list[nn.Module]] = {}
         # Beside present ones only that is called below which an absent one lies: other buffers are as they should be.
         self._present = list(_there(model)) if init is None else []
@@ -126,7 +127,9 @@ class Initialiser:
         if owned and (own is None or reset_first):
             _reset(module)
         if own is not None and (owned or id(module) in self._reaching):
-            own(module)
+            noted = [self._inits[id(each)] for each in initialised_by(module) if owned and id(each) in self._inits]
+            for each in noted if own in noted else (own, *noted):
+                each(module)
 
     def run_buffers(self, model: nn.Module) -> None:
         """Give values to the meta buffers that are left, outside all units. Raises ConfigError if that fails."""
@@ -139,7 +142,9 @@ class Initialiser:
     def _note(self, module: nn.Module, own: Init | None, parents: list[nn.Module]) -> None:
         if id(module) in self._parents:
             return
-        own = own_init(module) or own
+        found = own_init(module)
+        if found is not None:
+            own = self._inits[id(module)] = found
         if own is not None:
             self._own[id(module)] = own
         self._parents[id(module)] = parents

@@ -9,10 +9,10 @@ error.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -68,13 +68,24 @@ class Begun:
     """Who initialises a parameter: of the modules that have it, the one that did so last.
 
     `is_reset`: by its `reset_parameters`, and no `_init_weights` behind it. `is_done`: somebody did, as far as was
-    noted. `draw`: what copies of it have in common.
+    noted. `draw`: what copies of it have in common. `by`: whose `_init_weights` were called with the owner, in order.
     """
 
     owner: weakref.ref[nn.Module]
     is_reset: bool = False
     is_done: bool = False
     draw: Draw | None = None
+    by: tuple[weakref.ref[nn.Module], ...] = ()
+
+    def again(self, owner: nn.Module | None, by: nn.Module, *, is_reset: bool) -> Begun:
+        """The parameter is initialised by the `_init_weights` of `by`; `owner` None: called with another module."""
+        before = tuple(each for each in self.by if each() is not by)
+        return Begun(
+            self.owner if owner is None else weakref.ref(owner),
+            is_reset=is_reset,
+            is_done=True,
+            by=() if is_reset else self.by if owner is None else (*before, weakref.ref(by)),
+        )
 
 
 @dataclass(slots=True)
@@ -163,13 +174,17 @@ def share_writes(module: nn.Module, name: str, writes: Writes) -> None:
     _records.setdefault(module, {})[name] = writes
 
 
-def copy_writes(module: nn.Module, name: str, copy: nn.Module, as_name: str) -> None:
-    """The parameter `as_name` of `copy` is a copy of the module's, with all that was written into it."""
+def copy_writes(module: nn.Module, name: str, copy: nn.Module, as_name: str, copies: Mapping[int, Any]) -> None:
+    """The parameter `as_name` of `copy` is a copy of the module's, with all that was written into it.
+
+    `copies`: what else was copied with it, by identity.
+    """
     writes = _records.get(module, {}).get(name)
     if writes is not None:
         writes.begun = replace(writes.begun, draw=writes.begun.draw or Draw())
         writes.calls = [each if isinstance(each, (Draw, Conversion)) else Draw(each) for each in writes.calls]
-        copied = replace(writes.as_now(), begun=replace(writes.begun, owner=weakref.ref(copy)), source=None)
+        by = tuple(weakref.ref(copies.get(id(each()), each())) for each in writes.begun.by if each() is not None)
+        copied = replace(writes.as_now(), begun=replace(writes.begun, owner=weakref.ref(copy), by=by), source=None)
         _records.setdefault(copy, {})[as_name] = copied
 
 
@@ -214,6 +229,14 @@ def is_owner(module: nn.Module, attribute: str) -> bool:
     """Whether the module's initialisation is that of its parameter, which others may have, too."""
     writes = _records.get(module, {}).get(attribute)
     return writes is not None and writes.begun.owner() is module
+
+
+def initialised_by(module: nn.Module) -> list[nn.Module]:
+    """Whose `_init_weights` the module was initialised by, in order, as far as was noted."""
+    found = _records.get(module, {})
+    noted = [found[name].begun.by for name in module._parameters if name in found]  # noqa: SLF001
+    every = (each() for by in sorted(noted, key=len, reverse=True) for each in by)
+    return list(dict.fromkeys(each for each in every if each is not None))
 
 
 def is_done(module: nn.Module) -> bool:
