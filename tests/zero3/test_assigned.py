@@ -1249,11 +1249,12 @@ def test_a_parameter_made_anew_of_the_one_before_was_not_written_behind_the_bloc
     assert (found.value("one.bias") == 1.0).all()
 
 
-def test_an_initialisation_that_puts_a_value_for_none_is_the_one_that_is_called_again():
+def test_an_initialisation_that_puts_a_value_for_none_or_another_is_the_one_that_is_called_again():
     class Normed(nn.Linear):
-        def reset_parameters(self, deviation=None) -> None:
+        def reset_parameters(self, deviation=None, gain=1.0) -> None:
             deviation = deviation or self.in_features**-0.5
-            nn.init.normal_(self.weight, std=deviation)
+            gain = 0.5 * gain
+            nn.init.normal_(self.weight, std=gain * deviation)
             with torch.no_grad():
                 self.weight.div_(self.weight.norm())
             nn.init.zeros_(self.bias)

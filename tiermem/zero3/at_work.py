@@ -6,6 +6,8 @@ that a running function was given first, is taken to be at work.
 
 from __future__ import annotations
 
+import dis
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
@@ -62,16 +64,26 @@ def repeated_by(module: nn.Module, frame: FrameType) -> Repeated | None:
 def _is_as_again(frame: FrameType, function: Callable[..., object] | None) -> bool:
     """Whether what runs in `frame` has no other arguments than it will have when it is called again.
 
-    In place of None it may have put what that stands for.
+    In place of None it may have put what that stands for; what it assigns to by itself says nothing.
     """
     function = inspect.unwrap(function) if function is not None else None
     if function is None or getattr(function, "__code__", None) is not frame.f_code:
         return True  # what it calls of its own class's parents
     for name, parameter in inspect.signature(function).parameters.items():
         value, default = frame.f_locals.get(name), parameter.default
-        if type(default) in _PLAIN and not (type(value) is type(default) and value == default):
+        is_other = type(default) in _PLAIN and not (type(value) is type(default) and value == default)
+        if is_other and name not in _assigned(frame.f_code):
             return False
     return True
+
+
+@functools.cache
+def _assigned(code: CodeType) -> frozenset[str]:
+    """The variables that a function assigns to."""
+    stores = (each for each in dis.get_instructions(code) if each.opname.startswith(("STORE_FAST", "STORE_DEREF")))
+    names = ((each.argval if isinstance(each.argval, tuple) else (each.argval,), each.opname) for each in stores)
+    # The second of these two is read.
+    return frozenset(name for found, kind in names for name in (found[:1] if kind == "STORE_FAST_LOAD_FAST" else found))
 
 
 def module_given(bare: nn.Parameter, frame: FrameType | None) -> nn.Module | None:
