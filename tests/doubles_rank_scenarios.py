@@ -177,11 +177,14 @@ def config_for(directory: Path, **settings: Any) -> tiermem.Config:
 def trained(
     make: Callable[[], nn.Module], directory: Path, rank: int, size: int, *, seed: int = 1, **how: Any
 ) -> dict[str, Any]:
-    """Losses of this rank, and what all ranks must agree on: norm, weights, masters, sizes."""
+    """Losses of this rank, and what all ranks must agree on: norm, weights, masters, sizes.
+
+    `each_master`: of parameters in float32, also ask whether what is told to be their masters is what they are.
+    """
     settings = {key: how.pop(key) for key in list(how) if key not in ("steps", "accumulate", "clip", "batch")}
     given = {name: settings.pop(name) for name in ("mesh", "keep", "keep_dtype", "coalesce") if name in settings}
     given.setdefault("coalesce", 0)  # these models are all small: all of one would be a unit
-    together = settings.pop("together", False)
+    together, each_master = settings.pop("together", False), settings.pop("each_master", False)
     torch.manual_seed(seed)
     model = make()
     with tiermem.offload(model, config_for(directory, **settings), **given) as runtime:
@@ -190,6 +193,9 @@ def trained(
         cut = runtime._house.cutting.why_not is None
         weights = parameters_of(runtime)
         masters = masters_of(runtime, weights)
+        if each_master:  # `masters_of` reads none of float32
+            for name, parameter in model.named_parameters():
+                assert torch.equal(runtime.master(parameter), weights[name].float()), name
         statistics = runtime.statistics()
         crossed = crossings(runtime)
         events = runtime._house.storage.timeline.events()
@@ -268,7 +274,7 @@ def odd_bfloat16(directory: Path, rank: int, size: int) -> Any:
 
 def odd_coalesced(directory: Path, rank: int, size: int) -> Any:
     """Small layers in units of 16 KiB, in which there are layers without a gradient."""
-    return trained(Odd, directory, rank, size, coalesce="16KiB", accumulate=2)
+    return trained(Odd, directory, rank, size, coalesce="16KiB", accumulate=2, each_master=True)
 
 
 def stage_1(directory: Path, rank: int, size: int) -> Any:
@@ -281,7 +287,8 @@ def stage_2(directory: Path, rank: int, size: int) -> Any:
 
 def stage_1_tight(directory: Path, rank: int, size: int) -> Any:
     """Whole gradients wait in swap."""
-    return trained(Odd, directory, rank, size, stage=1, accumulate=2, host_memory="128KiB", update="step")
+    how = {"stage": 1, "host_memory": "128KiB", "update": "step"}
+    return trained(Odd, directory, rank, size, accumulate=2, each_master=True, **how)
 
 
 def plain_llama(directory: Path, rank: int, size: int) -> Any:
