@@ -60,12 +60,16 @@ def test_a_model_on_a_described_machine(capsys: pytest.CaptureFixture[str]) -> N
     assert found["zero_table"][0]["device_bytes"] == 16 * found["parameters"]
 
 
-@pytest.mark.usefixtures("nothing_doubled")
 def test_many_ranks_of_a_model_given_by_its_size(capsys: pytest.CaptureFixture[str]) -> None:
-    found = answer(capsys, "--parameters", "3B", "--machine", "dgx-h100", "--ranks", "16", "--batch", "1")
+    """And what twice as much of each thing would bring, of ranks with devices, too."""
+    found = answer(capsys, "--parameters", "100M", "--machine", "dgx-h100", "--ranks", "16", "--batch", "1")
     assert found["fits"]
     assert found["ranks"] == 16
     assert found["tokens_per_second"] == pytest.approx(16 * 256 / found["seconds_per_step"])
+    assert set(found["relief_seconds"]) == {
+        *("drive", "host memory", "update", "compute", "device wires", "device memory", "link")
+    }
+    assert found["bottleneck"] == "link", "they are on two nodes"
 
 
 @pytest.mark.usefixtures("nothing_doubled")
