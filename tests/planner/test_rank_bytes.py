@@ -22,7 +22,7 @@ from tiermem.planner.simulate import simulate
 pytestmark = [pytest.mark.long, pytest.mark.timeout(PATIENCE)]
 
 # The others where all cases are asked for.
-SOME = ("host", "partly_settled", "device", "copies", "stage_2", "stage_1")
+SOME = ("host", "host_beside", "partly_settled", "device", "copies", "stage_2", "stage_1")
 ALL = {name: case for name, case in (PLANNED | COPIES).items() if name in some_of(SOME, PLANNED | COPIES)}
 DEVICE = Device(memory=64 * MIB, flops=INSTANT.host.flops, to_device=1e14, to_host=1e14, count=4, simulated=True)
 # What goes on beside the computation depends on who is faster. How far off the ranks' mean may be: of what leaves a
