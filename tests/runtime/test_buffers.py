@@ -296,6 +296,29 @@ def test_dtypes_that_few_files_have_come_back(tmp_path: Path, kind: str, changed
                 assert net.table.q_scale() == expected.q_scale()
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental", "ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("kind", ODD_DTYPES)
+def test_they_stay_where_parameters_are_absent(tmp_path: Path, kind: str) -> None:
+    """Beside those of the same module, and beside present ones of a model that has absent ones."""
+    net = nn.ModuleList([nn.Linear(2, 2)])
+    with tiermem.deferred_init():
+        net.append(nn.Linear(2, 2))
+    for layer in net:
+        layer.register_buffer("table", ODD_DTYPES[kind](1.0))
+    with tiermem.offload(net, config_for(tmp_path, 8 * MIB, "step")):
+        for layer in net:
+            assert bytes(bytes_of(layer.table)) == bytes(bytes_of(ODD_DTYPES[kind](1.0)))
+
+
+def test_what_is_expanded_stays_beside_an_absent_parameter(tmp_path: Path) -> None:
+    with tiermem.deferred_init():
+        net = nn.Linear(2, 2)
+        net.register_buffer("unknown", torch.tensor(float("nan")).expand(3))
+    with tiermem.offload(net, config_for(tmp_path, 8 * MIB, "step")):
+        assert net.unknown.isnan().all()
+        assert net.unknown.stride() == (0,)
+
+
 def test_what_no_file_can_hold_is_said_before_any_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[object] = []
     monkeypatch.setattr(TensorWriter, "__init__", lambda *given, **_: written.append(given))

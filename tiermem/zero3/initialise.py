@@ -46,7 +46,7 @@ class Initialiser:
         self._inits: dict[int, Init] = {}  # by the module whose it is
         self._parents: dict[int, list[nn.Module]] = {}
         # Beside present ones only that is called below which an absent one lies: other buffers are as they should be.
-        self._present = list(_there(model)) if init is None else []
+        self._present = list(_there(model)) if init is None and _has_absent(model) else []
         self._reaching = {id(each) for each in model.modules() if not self._present or _has_absent(each)}
         self._tied_later = list(_tied_later(model))
         self._note(model, None, [])
@@ -97,7 +97,7 @@ class Initialiser:
                 parameter.copy_(values)
             for module, name, buffer, values in finished:
                 module._buffers[name] = buffer  # noqa: SLF001 - it may have been replaced
-                if not torch.equal(buffer, values):
+                if not _equal(buffer, values):
                     buffer.copy_(values)
         self._require_values(buffers)
 
@@ -206,8 +206,15 @@ def _finished(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, to
     """The buffers of modules that were initialised as they were made, with a copy of their values."""
     for module in filter(is_done, modules):
         for name, buffer in module.named_buffers(recurse=False):
-            if not buffer.is_meta and buffer.layout is torch.strided and not buffer.is_nested:
+            plain = buffer.layout is torch.strided and not buffer.is_nested
+            if plain and not buffer.is_meta and 0 not in buffer.stride():  # what is expanded torch does not write
                 yield module, name, buffer, buffer.detach().clone()
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.is_complex():  # torch does not compare those of halves
+        one, other = (torch.view_as_real(each.resolve_conj()) for each in (one, other))
+    return torch.equal(one, other)
 
 
 def _present(modules: Sequence[nn.Module], fresh: Sequence[Place]) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
@@ -251,7 +258,8 @@ def _there(model: nn.Module) -> Iterator[_There]:
             own += [(places, *each) for each in places.items() if each[1] is not None and not each[1].is_meta]
         if any(isinstance(values, nn.Parameter) for _, _, values in own):
             for places, name, values in own:
-                if values.layout is torch.strided and not values.is_nested:
+                # Of others torch makes none without storage: an initialisation may write into these buffers anew.
+                if values.layout is torch.strided and not (values.is_nested or values.is_quantized):
                     yield _There(id(module), places, name, values, _without_storage(values))
 
 
