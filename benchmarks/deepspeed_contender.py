@@ -1,8 +1,8 @@
 """DeepSpeed ZeRO-Infinity: stage 3, parameters and optimizer states on NVMe, read and written in a pipeline.
 
 Run by the interpreter of an environment that has deepspeed (benchmarks/README.md says how to make one); tiermem is not
-needed there. Its operators are compiled on first use. Settings: `device`: "cpu" (the default) or "cuda";
-`zero_optimization` and `aio`, whose entries replace those below.
+needed there. Its operators are compiled on first use. Settings: `device`: "cpu" (the default) or "cuda"; `param_dtype`:
+"bfloat16" (the default) or "float32"; `zero_optimization` and `aio`, whose entries replace those below.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def configuration(workload: Workload, directory: Path, settings: dict[str, Any])
     return {
         "train_micro_batch_size_per_gpu": workload.rows,
         "gradient_accumulation_steps": 1,
-        "bf16": {"enabled": True},
+        "bf16": {"enabled": dtype_of(settings) is torch.bfloat16},
         "zero_optimization": zero,
         "aio": {**aio, **settings.get("aio", {})},
         "optimizer": {
@@ -80,6 +80,12 @@ def configuration(workload: Workload, directory: Path, settings: dict[str, Any])
             "params": {"lr": LEARNING_RATE, "betas": list(BETAS), "weight_decay": WEIGHT_DECAY},
         },
     }
+
+
+def dtype_of(settings: dict[str, Any]) -> torch.dtype:
+    """Return what forward and backward compute in."""
+    dtype: torch.dtype = getattr(torch, settings.get("param_dtype", "bfloat16"))
+    return dtype
 
 
 def become_the_only_rank() -> None:
@@ -100,7 +106,7 @@ def main() -> None:
     with redirect_stdout(sys.stderr):
         deepspeed.init_distributed(dist_backend="nccl" if DEVICE.type == "cuda" else "gloo", verbose=False)
         torch.manual_seed(job.seed)
-        with deepspeed.zero.Init(config_dict_or_path=config, dtype=torch.bfloat16):
+        with deepspeed.zero.Init(config_dict_or_path=config, dtype=dtype_of(job.settings)):
             model = workload.model()
         engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
 

@@ -5,7 +5,8 @@ alive together and in turns, and one training under a memory limit that the kern
 figure is the median over blocks of a ratio within a block, with the lowest and highest beside it, and that a part that
 could not be run is said to be missing.
 
-In four parts, which may be run one by one and join today's result: `compute`, `drive`, `batches`, `memory`.
+In four parts, which may be run one by one and join today's result: `compute`, `drive`, `batches`, `memory`. In
+bfloat16, or in float32, for processors without instructions for it: that is a result of its own.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from common import (
     result_folder,
     write_result,
 )
-from train_step import DRIVE, IDEAL, Contender, Plan, held_against, profile, rate_of, run_all, table
+from train_step import DRIVE, DTYPES, IDEAL, Contender, Plan, held_against, profile, rate_of, run_all, table
 
 THEME = "goals"
 REST = 20.0  # seconds in which a drive gets what ZeRO-Infinity has left to its cache out of the way
@@ -74,14 +75,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--part", action="append", choices=PARTS, help="repeatable; default: all")
     parser.add_argument("--rounds", type=int, default=5, help="blocks of two steps each, at least five")
     parser.add_argument("--deepspeed", metavar="PYTHON", help="an interpreter that has deepspeed (see README.md)")
+    parser.add_argument("--param-dtype", choices=DTYPES, help="default: bfloat16, with --quick float32")
     parser.add_argument("--activations", metavar="WORKLOAD", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    options.param_dtype = options.param_dtype or ("float32" if options.quick else "bfloat16")
     if options.activations:
-        print(activation_bytes(options.activations))
+        print(activation_bytes(options.activations, options.param_dtype))
         return 0
     surroundings = describe_surroundings(PACKAGES)
     results = result_folder(options)
-    raw = earlier_result(THEME, surroundings, results) if results is not None else {}
+    theme = THEME if options.quick or options.param_dtype == "bfloat16" else f"{options.param_dtype}_{THEME}"
+    raw = earlier_result(theme, surroundings, results) if results is not None else {}
     if raw.get("revision") != surroundings.revision:
         raw = {"revision": surroundings.revision, "commands": []}
     raw["surroundings"] = surroundings.to_markdown()
@@ -90,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raw[part] = limited_training(options) if part == "memory" else side_by_side(part, options)
         body = write(raw)
         if results is not None:  # after each part: what follows may fail
-            write_result(THEME, surroundings, body, raw, results)
+            write_result(theme, surroundings, body, raw, results)
     print(write(raw))
     runs = [run for part in PARTS for run in (raw.get(part) if isinstance(raw.get(part), list) else [])]
     return 0 if all(run["error"] is None for run in runs) else 1
@@ -99,9 +103,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def side_by_side(part: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return the runs of one part, a record for each contender and block."""
     budget = "8MiB" if options.quick else "512MiB"
-    settings: dict[str, dict[str, Any]] = {"auto": {"host_memory": budget}}
-    if options.quick:  # many processors have no instructions for bfloat16
-        settings["auto"]["param_dtype"] = "float32"
+    dtype = {"param_dtype": options.param_dtype}
+    settings: dict[str, dict[str, Any]] = {"auto": {"host_memory": budget, **dtype}}
     settings["backward"] = {**settings["auto"], "update": "backward"}
     workloads: tuple[str, ...] = ("compute-bound", "more-tokens")
     if part == "drive":
@@ -113,9 +116,9 @@ def side_by_side(part: str, options: argparse.Namespace) -> list[dict[str, Any]]
         settings["vertical"] = {**settings["accumulated"], "vertical": "yes"}
     contenders = [Contender(name, "tiermem_contender.py", sys.executable, own) for name, own in settings.items()]
     if part == "compute":
-        contenders.insert(0, Contender(IDEAL, "plain_contender.py", sys.executable, {}))
+        contenders.insert(0, Contender(IDEAL, "plain_contender.py", sys.executable, dtype))
     if options.deepspeed and part != "batches":
-        contenders.append(Contender(PEER, "deepspeed_contender.py", options.deepspeed, {}))
+        contenders.append(Contender(PEER, "deepspeed_contender.py", options.deepspeed, dtype))
     if part == "drive" and shutil.which("fio"):
         contenders.append(Contender(DRIVE, "fio_contender.py", sys.executable, {}))
     plan = Plan(
@@ -138,15 +141,15 @@ def limited_training(options: argparse.Namespace) -> dict[str, Any]:
     """
     reason = memory_group.why_not()
     workload = "quick" if options.quick else "io-bound"
-    found: dict[str, Any] = {"activations": child_of_mine(["--activations", workload])}
+    activations = child_of_mine(["--activations", workload, "--param-dtype", options.param_dtype])
+    found: dict[str, Any] = {"activations": activations}
     if reason is not None:
         return {**found, "error": reason}
     with tempfile.TemporaryDirectory(prefix="tiermem-goals-", dir=options.directory) as name:
         model = "llama-tiny" if options.quick else str(larger_model(Path(name)))
         budget = "64MiB" if options.quick else "208MiB"
         command = ["train", "--model", model, "--steps", "3", "--batch", "1", "--seq", "64", "--host-memory", budget]
-        command += ["--swap-dir", name, "--json"]
-        command += ["--param-dtype", "float32"] if options.quick else []
+        command += ["--swap-dir", name, "--json", "--param-dtype", options.param_dtype]
         run = memory_group.run_in_group([sys.executable, "-m", "tiermem", *command], LIMIT, timeout_seconds=1200)
     if run.completed.returncode != 0:
         why = "killed for wanting more" if run.was_killed else (run.completed.stderr.splitlines() or ["no output"])[-1]
@@ -165,12 +168,12 @@ def larger_model(folder: Path) -> Path:
     return folder
 
 
-def activation_bytes(workload: str) -> int:
+def activation_bytes(workload: str, dtype: str) -> int:
     """Return the most memory that forward and backward of plain PyTorch take beside parameters and gradients."""
     import torch
     from workloads import WORKLOADS
 
-    model = WORKLOADS[workload].model().to(torch.bfloat16)
+    model = WORKLOADS[workload].model().to(getattr(torch, dtype))
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     tokens = WORKLOADS[workload].tokens(seed=0, step=0)

@@ -1,4 +1,7 @@
-"""Plain PyTorch with everything in memory: bf16 parameters, fp32 masters and moments, fused AdamW. The ideal."""
+"""Plain PyTorch with everything in memory: bf16 parameters, fp32 masters and moments, fused AdamW. The ideal.
+
+Of fp32 parameters, which are their own masters, if the settings ask for these.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,10 @@ def main() -> None:
     baseline = resident_bytes()
     torch.manual_seed(job.seed)
     device = torch.device(job.settings.get("device", "cpu"))
-    model = WORKLOADS[job.workload].model(device).to(device, torch.bfloat16)
+    dtype = getattr(torch, job.settings.get("param_dtype", "bfloat16"))
+    model = WORKLOADS[job.workload].model(device).to(device, dtype)
     parameters = list(model.parameters())
-    masters = [parameter.detach().float() for parameter in parameters]
+    masters = parameters if dtype == torch.float32 else [parameter.detach().float() for parameter in parameters]
     optimizer = torch.optim.AdamW(masters, lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
 
     phases = Phases()
@@ -27,13 +31,14 @@ def main() -> None:
         with phases("backward"):
             loss.backward()
         with phases("update"):
-            for master, parameter in zip(masters, parameters, strict=True):
+            pairs = [] if masters is parameters else list(zip(masters, parameters, strict=True))
+            for master, parameter in pairs:
                 master.grad = None if parameter.grad is None else parameter.grad.float()
                 parameter.grad = None
             optimizer.step()
             optimizer.zero_grad()
             with torch.no_grad():
-                for master, parameter in zip(masters, parameters, strict=True):
+                for master, parameter in pairs:
                     parameter.copy_(master)
             finish(device)
         return float(loss.detach())

@@ -29,6 +29,7 @@ from turns import Player, PlayerError, take_turns
 PACKAGES = ("torch", "transformers", "numpy")
 THEME = "train_step"
 NAMES = ("quick", "small", "compute-bound", "more-tokens", "io-bound", "io-bound-eighth")
+DTYPES = ("bfloat16", "float32")  # many processors have no instructions for the first
 IDEAL = "plain"
 DRIVE = "fio"
 COLUMNS = (
@@ -100,6 +101,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--in-turns", action="store_true", help="all at once, a block of steps each in turn: at least five blocks"
     )
+    parser.add_argument("--param-dtype", choices=DTYPES, default=DTYPES[0], help="of all contenders")
     parser.add_argument("--no-plain", action="store_true", help="leave plain PyTorch out")
     parser.add_argument("--no-tiermem", action="store_true", help="leave tiermem out")
     parser.add_argument("--deepspeed", metavar="PYTHON", help="an interpreter that has deepspeed (see README.md)")
@@ -116,16 +118,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def choose_contenders(options: argparse.Namespace) -> tuple[Contender, ...]:
     """Return who takes part."""
-    chosen = []
+    chosen, dtype = [], {"param_dtype": options.param_dtype}
     if not options.no_plain:
-        chosen.append(Contender(IDEAL, "plain_contender.py", sys.executable, {}))
+        chosen.append(Contender(IDEAL, "plain_contender.py", sys.executable, dtype))
     if not options.no_tiermem:
         for text in options.tiermem or ["host_memory=512MiB"]:
-            settings = dict(field.split("=", 1) for field in text.split(","))
+            settings = dtype | dict(field.split("=", 1) for field in text.split(","))
             chosen.append(Contender(f"tiermem {text}", "tiermem_contender.py", sys.executable, settings))
     if options.deepspeed:
         chosen.append(
-            Contender("deepspeed nvme", "deepspeed_contender.py", options.deepspeed, options.deepspeed_settings)
+            Contender("deepspeed nvme", "deepspeed_contender.py", options.deepspeed, dtype | options.deepspeed_settings)
         )
     if options.fio:
         chosen.append(Contender(DRIVE, "fio_contender.py", sys.executable, {}))
