@@ -1,4 +1,4 @@
-"""The tables of faults in the READMEs name tests that exist."""
+"""The tables of faults beside the code name tests that exist."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ ROOT = Path(__file__).resolve().parents[2]
 HEADER = "| fault | what happens | test |"
 
 
-def rows(readme: str) -> list[list[str]]:
-    lines = (ROOT / readme).read_text(encoding="utf-8").splitlines()
+def rows(table: str) -> list[list[str]]:
+    lines = (ROOT / table).read_text(encoding="utf-8").splitlines()
     begin = lines.index(HEADER) + 2
     end = next(index for index in range(begin, len(lines)) if not lines[index].startswith("|"))
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[begin:end]]
 
 
-@pytest.mark.parametrize("readme", ["swap/README.md", "tiermem/checkpoint/README.md"])
-def test_every_row_names_a_test_that_exists(readme: str) -> None:
+@pytest.mark.parametrize("table", ["swap/FAULTS.md", "tiermem/checkpoint/README.md"])
+def test_every_row_names_a_test_that_exists(table: str) -> None:
     tests = {
         name
         for path in (ROOT / "tests").rglob("test_*.py")
         for name in re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
     }
-    found = rows(readme)
+    found = rows(table)
     assert len(found) > 15
     for fault, what_happens, named in found:
         assert fault

@@ -37,7 +37,7 @@ def test_every_public_name_is_there_and_documented() -> None:
 
 
 def test_the_table_of_faults_names_tests_that_exist() -> None:
-    table = Path(swap.__file__).with_name("README.md").read_text(encoding="utf-8")
+    table = Path(swap.__file__).with_name("FAULTS.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`(test_\w+)`", table))
     written = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("test_*.py"))
     assert named
