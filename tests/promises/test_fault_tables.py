@@ -14,7 +14,7 @@ HEADER = "| fault | what happens | test |"
 def rows(table: str) -> list[list[str]]:
     lines = (ROOT / table).read_text(encoding="utf-8").splitlines()
     begin = lines.index(HEADER) + 2
-    end = next(index for index in range(begin, len(lines)) if not lines[index].startswith("|"))
+    end = next((index for index in range(begin, len(lines)) if not lines[index].startswith("|")), len(lines))
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[begin:end]]
 
 
