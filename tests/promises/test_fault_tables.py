@@ -18,7 +18,7 @@ def rows(table: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[begin:end]]
 
 
-@pytest.mark.parametrize("table", ["swap/FAULTS.md", "tiermem/checkpoint/README.md"])
+@pytest.mark.parametrize("table", ["swap/FAULTS.md", "tiermem/checkpoint/FAULTS.md"])
 def test_every_row_names_a_test_that_exists(table: str) -> None:
     tests = {
         name
