@@ -18,6 +18,7 @@ import enum
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from tiermem.figures import format_seconds
 from tiermem.timeline import COMPUTE_LANE, RANKS_LANE, STALL, STEP_LANE, UPDATE_LANE, Event
 
 _MOSTLY = 0.5  # share of a stall
@@ -110,16 +111,16 @@ class OverlapReport:
         if not self.steps:
             return ["the timeline holds no whole step"]
         share = 100 * self.stall_seconds / self.seconds if self.seconds else 0.0
-        waited = f"the computation waited {self.stall_seconds:.2f} s ({share:.0f} %)"
-        lines = [f"{self.steps} steps, {self.seconds:.2f} s; {waited}"]
-        lines += [f"{seconds:.2f} s that {cause.value}" for cause, seconds in self.by_cause().items()]
+        waited = f"the computation waited {format_seconds(self.stall_seconds)} ({share:.0f} %)"
+        lines = [f"{self.steps} steps, {format_seconds(self.seconds)}; {waited}"]
+        lines += [f"{format_seconds(seconds)} that {cause.value}" for cause, seconds in self.by_cause().items()]
         lines += [
-            f"{wait.seconds:.2f} s in {wait.stalls} waits during {wait.during}"
+            f"{format_seconds(wait.seconds)} in {wait.stalls} waits during {wait.during}"
             + (f", for {wait.edge}" if wait.edge else "")
             for wait in self.waits[:_SHOWN]
         ]
         lines += [
-            f"{use.name}: busy {use.busy_seconds:.2f} s, {100 * use.hidden_share:.0f} % of it hidden"
+            f"{use.name}: busy {format_seconds(use.busy_seconds)}, {100 * use.hidden_share:.0f} % of it hidden"
             for use in self.edges
         ]
         return lines

@@ -20,6 +20,7 @@ FLOORS = {
     "tiermem.errors": 1,
     "tiermem.config": 1,
     "tiermem.settings_file": 1,
+    "tiermem.figures": 1,
     "tiermem.look_ahead": 1,
     "tiermem.stats": 1,
     "tiermem.output_file": 1,

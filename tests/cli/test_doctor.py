@@ -98,7 +98,7 @@ def test_a_drive_is_judged(change: dict[str, Any], advice: str) -> None:
     assert advice in finding.change
     assert bool(advice) == bool(finding.change)
     if not change:
-        assert "100.0 billion parameters" in finding.means
+        assert "100.0 billion parameters in bfloat16" in finding.means
         assert finding.found.endswith("direct I/O, blocks of 512, solid state, Fast 2TB")
 
 
@@ -116,7 +116,9 @@ def _by_name(findings: Any) -> dict[str, Finding]:
 def test_instruction_sets_say_how_bfloat16_is_computed() -> None:
     assert "natively" in _by_name(about_cpu("x", 8, ["avx2", "avx512_bf16", "avx512f"]))["instruction sets"].means
     emulated = _by_name(about_cpu("x", 8, ["avx2", "sse4_2"]))["instruction sets"]
-    assert (emulated.found, "float32" in emulated.change) == ("avx2", True)
+    assert (emulated.found, "'float32' is many times faster" in emulated.change) == ("avx2", True)
+    wide = _by_name(about_cpu("x", 8, ["avx2", "avx512f"]))["instruction sets"]
+    assert (wide.found, "'float32' may be the faster one" in wide.change) == ("avx512f", True)
     assert _by_name(about_cpu(None, 8, None))["instruction sets"].found == "unknown"
     assert _by_name(about_cpu(None, 2, None))["CPU"].change != ""
 
@@ -132,13 +134,15 @@ def test_a_process_that_may_use_a_part_of_the_cores_is_told_so() -> None:
 
 
 def test_limits_are_said_with_what_to_do() -> None:
-    free = _by_name(about_memory(TOTAL, 32 * GIB, Limits(None, None, None, None)))
+    free = _by_name(about_memory(TOTAL, 32 * GIB, Limits(None, None, None, None), beside_gpu=True))
     assert all(finding.change == "" for finding in free.values())
     assert "32.00 GiB" in free["memory"].means
-    tight = _by_name(about_memory(TOTAL, 32 * GIB, Limits(4 * GIB, 65536, 64, GIB)))
+    tight = _by_name(about_memory(TOTAL, 32 * GIB, Limits(4 * GIB, 65536, 64, GIB), beside_gpu=True))
     assert "4.00 GiB" in tight["memory"].means
     assert all(finding.change for finding in tight.values())
     assert set(tight) == {"memory", "memory limit (cgroup)", "lockable memory", "open files", "file size"}
+    alone = _by_name(about_memory(TOTAL, 32 * GIB, Limits(None, 65536, None, None), beside_gpu=False))
+    assert alone["lockable memory"].change == "", "which nothing is to be locked into"
 
 
 def test_gpus_are_listed() -> None:

@@ -62,13 +62,13 @@ def trying(after: list[float]) -> LookAheadControl:
 def test_what_is_foreseen_to_be_shorter_is_tried_and_kept_where_it_is() -> None:
     control = trying([9.0, 0.91, 0.9, 5.0])
     assert (control.stage, control.in_use, control.planned) == (Stage.SETTLED, 32 * MIB, 64 * MIB)
-    assert control.reason == "refined: a step takes 0.91 s instead of 1"
+    assert control.reason == "refined: a step takes 0.91 s instead of 1 s"
 
 
 def test_where_measured_steps_contradict_it_is_taken_back_for_good() -> None:
     control = trying([0.5, 1.2, 0.9, 1.01])
     assert (control.stage, control.in_use) == (Stage.SETTLED, 64 * MIB)
-    assert control.reason == "planned; with 32.00 MiB a step took 1.01 s instead of 1"
+    assert control.reason == "planned; with 32.00 MiB a step took 1.01 s instead of 1 s"
     steps(control, *[0.1] * 20)
     assert (control.stage, control.in_use) == (Stage.SETTLED, 64 * MIB)
 

@@ -38,8 +38,8 @@ def say_slow(dtype: torch.dtype, console: Console) -> None:
     if times >= _SLOW:
         name = str(dtype).removeprefix("torch.")
         console.print(
-            f"{name} takes this processor {times:.0f} times as long as float32, having no instructions for it: "
-            "--param-dtype float32 trains faster"
+            f"{name} takes this processor at least {int(times)} times as long as float32, having no instructions for "
+            "it, and more the larger the model: --param-dtype float32 trains faster"
         )
 
 

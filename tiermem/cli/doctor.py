@@ -70,7 +70,7 @@ class DoctorReport:
         return (
             *about_software(self.python, self.torch, self.no_compiled_loops),
             *about_cpu(self.cpu_model, self.cpu_cores, self.instruction_sets, self.cpu_available, self.threads),
-            *about_memory(self.memory_bytes, self.memory_available_bytes, limits),
+            *about_memory(self.memory_bytes, self.memory_available_bytes, limits, beside_gpu=bool(self.gpus)),
             *about_gpus(self.gpus),
             *about_nodes(self.numa_nodes, self.gpus, self.swap_dirs, self.no_placement),
             *map(about_drive, self.swap_dirs),

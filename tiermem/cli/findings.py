@@ -90,15 +90,16 @@ def about_cpu(
             "instruction sets", ", ".join([*fast, *([wide] if wide else [])]), "bfloat16 is computed natively"
         )
     else:
+        faster = "is many times faster" if wide == "avx2" else "may be the faster one"
         yield Finding(
             "instruction sets",
             wide or "none of avx2, avx512f, asimd",
             "bfloat16 is emulated on this CPU",
-            "without a GPU param_dtype='float32' may be the faster one; it moves twice the parameter bytes",
+            f"without a GPU param_dtype='float32' {faster}; it moves twice the parameter bytes",
         )
 
 
-def about_memory(total: int, available: int, limits: Limits) -> Iterator[Finding]:
+def about_memory(total: int, available: int, limits: Limits, *, beside_gpu: bool) -> Iterator[Finding]:
     """What host_memory can be, and what else may be used up."""
     room = available if limits.cgroup_bytes is None else min(available, limits.cgroup_bytes)
     little = "" if room >= _MUCH_MEMORY else "close other programs, or choose a smaller host_memory and batch"
@@ -123,7 +124,7 @@ def about_memory(total: int, available: int, limits: Limits) -> Iterator[Finding
         locked,
         "counts only for pinned memory beside a GPU",
         ""
-        if limits.locked_bytes is None
+        if limits.locked_bytes is None or not beside_gpu
         else "if pinning fails: `ulimit -l unlimited`, or LimitMEMLOCK= of the service",
     )
     files = "unlimited" if limits.open_files is None else str(limits.open_files)
@@ -194,7 +195,9 @@ def about_drive(drive: DriveReport) -> Finding:
         return Finding(f"swap {drive.directory}", drive.to_line(), means, "choose another directory")
     parts = []
     if drive.free_bytes is not None:
-        parts.append(f"room for about {drive.free_bytes / BYTES_PER_PARAMETER / 1e9:.1f} billion parameters")
+        parts.append(
+            f"room for about {drive.free_bytes / BYTES_PER_PARAMETER / 1e9:.1f} billion parameters in bfloat16"
+        )
     change = ""
     if drive.direct_io is False:
         change = "choose a directory on ext4 or xfs"

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tiermem.cli.report import StepReport
+from tiermem.figures import format_number
 from tiermem.memory.sizes import format_bytes
 from tiermem.stats import TierStatistics
 
@@ -68,7 +69,7 @@ def _figures(steps: Sequence[StepReport]) -> Table:
     table.add_row("loss", Text(f"{last.loss:.4f}", style="bold"), spark([step.loss for step in steps[-_SPARK_STEPS:]]))
     rate = last.tokens / last.seconds
     rates = [step.tokens / step.seconds for step in steps[-_SPARK_STEPS:]]
-    table.add_row("tokens/s", Text(f"{rate:,.0f}", style="bold"), spark(rates))
+    table.add_row("tokens/s", Text(format_number(rate), style="bold"), spark(rates))
     stalls = [step.stall_seconds / step.seconds for step in steps[-_SPARK_STEPS:]]
     table.add_row("stall", Text(f"{100 * stalls[-1]:.0f} %", style="bold"), spark(stalls))
     return table
@@ -81,7 +82,7 @@ def _edges(step: StepReport) -> Table:
         table.add_row(
             edge.name,
             ProgressBar(total=1.0, completed=busy, width=_BAR),
-            f"{edge.nbytes / step.seconds / 1e9:.2f} GB/s",
+            f"{format_number(edge.nbytes / step.seconds / 1e9)} GB/s",
             Text(f"busy {100 * busy:.0f} %, {format_bytes(edge.nbytes)}", style="dim"),
         )
     return table

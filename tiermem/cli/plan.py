@@ -20,6 +20,7 @@ from tiermem.cli.machines import load_profile, machine_for
 from tiermem.cli.modelwork import is_count, model_workload, parse_count
 from tiermem.config import Config, resolve_host_memory
 from tiermem.errors import ConfigError
+from tiermem.figures import format_number, format_seconds
 from tiermem.memory.sizes import format_bytes
 from tiermem.optim.compiled import are_wanted
 from tiermem.planner.design import least_host_memory
@@ -281,23 +282,31 @@ def _summary(prediction: Prediction) -> Table:
         budget = settings.host_memory if tier.name == "HOST" else tier.budget
         most = format_bytes(min(tier.high_water, budget))
         table.add_row(f"most of {tier.name}", f"{most} of {format_bytes(budget)}")
-    table.add_row("seconds a step (simulated)", f"{simulation.seconds:.3g}" + _parts(dict(simulation.phases)))
-    table.add_row("of it waiting", f"{simulation.stall_seconds:.3g}" + _parts(dict(simulation.stalls)))
-    table.add_row("tokens a second", f"{prediction.tokens_per_second:,.0f}")
+    table.add_row("seconds a step (simulated)", _span(simulation.seconds) + _parts(dict(simulation.phases)))
+    table.add_row("of it waiting", _span(simulation.stall_seconds) + _parts(dict(simulation.stalls)))
+    table.add_row("tokens a second", format_number(prediction.tokens_per_second))
     for edge, moved in simulation.edges.items():
         table.add_row(edge, f"{format_bytes(round(moved))} a step")
     if prediction.design is not None and prediction.design.settled:
         table.add_row("updated on the device", f"{len(prediction.design.settled)} of the units")
     table.add_row("bottleneck", prediction.bottleneck or "")
     if prediction.drive_days is not None:
-        table.add_row("drive life at this rate", f"{prediction.drive_days:,.0f} days of the maker's endurance")
+        table.add_row(
+            "drive life at this rate", f"{format_number(prediction.drive_days)} days of the maker's endurance"
+        )
     if prediction.coarse:
         table.add_row("simulated as", "fewer units or batches, or larger tiles, than there are")
     return table
 
 
+def _span(seconds: float) -> str:
+    """Seconds, and what they are in minutes or hours where there are many."""
+    number, words = format_number(seconds), format_seconds(seconds)
+    return number if words == f"{number} s" else f"{number} = {words}"
+
+
 def _parts(seconds: dict[str, float]) -> str:
-    parts = ", ".join(f"{name} {value:.3g}" for name, value in seconds.items() if value > 0)
+    parts = ", ".join(f"{name} {format_number(value)}" for name, value in seconds.items() if value > 0)
     return f" ({parts})" if parts else ""
 
 
@@ -307,7 +316,7 @@ def _relief(found: Sequence[Relief], now: float) -> Table:
     table.add_column("seconds a step", justify="right")
     table.add_column("faster by", justify="right")
     for relief in found:
-        table.add_row(relief.resource, f"{relief.seconds:.3g}", f"{round(100 * (1 - relief.seconds / now))} %")
+        table.add_row(relief.resource, format_number(relief.seconds), f"{round(100 * (1 - relief.seconds / now))} %")
     return table
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from tiermem.cli.disk import require_drawable, save_picture
 from tiermem.errors import ConfigError
+from tiermem.figures import format_number
 from tiermem.planner.predict import Prediction
 
 _BLUE, _GREEN, _RED, _GREY = "#3b6ea8", "#5a9e6f", "#b5533c", "#9a9a9a"
@@ -46,7 +47,7 @@ def _bars(axes: Any, bars: dict[str, tuple[float, str]]) -> None:
     names = list(bars)[::-1]
     axes.barh(names, [bars[name][0] for name in names], color=[bars[name][1] for name in names])
     for place, name in enumerate(names):
-        axes.text(bars[name][0], place, f" {bars[name][0]:.3g}", va="center", fontsize=8)
+        axes.text(bars[name][0], place, f" {format_number(bars[name][0])}", va="center", fontsize=8)
     axes.margins(x=0.12)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=8)

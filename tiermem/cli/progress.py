@@ -16,6 +16,7 @@ from rich.live import Live
 from tiermem.cli.live import render
 from tiermem.cli.process_memory import resident_bytes
 from tiermem.cli.report import StepReport
+from tiermem.figures import format_number
 from tiermem.memory.sizes import format_bytes
 from tiermem.stats import TierStatistics
 
@@ -60,11 +61,11 @@ class TrainProgress:
 
     def describe(self, step: StepReport) -> str:
         """Return the figures of a step in one line."""
-        read, written = (nbytes / step.seconds / 1e9 for nbytes in (step.bytes_read, step.bytes_written))
+        read, written = (format_number(n / step.seconds / 1e9) for n in (step.bytes_read, step.bytes_written))
         return (
-            f"loss {step.loss:.3f}  {step.tokens / step.seconds:,.0f} tok/s  "
+            f"loss {step.loss:.3f}  {format_number(step.tokens / step.seconds)} tok/s  "
             f"stall {100 * step.stall_seconds / step.seconds:.0f}%  "
-            f"read {read:.2f} write {written:.2f} GB/s  {self._memory()}"
+            f"read {read} write {written} GB/s  {self._memory()}"
         )
 
     def _memory(self) -> str:

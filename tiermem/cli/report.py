@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
+from tiermem.figures import format_number, format_seconds
 from tiermem.look_ahead import LookAhead
 from tiermem.memory.sizes import format_bytes
 from tiermem.overlap import OverlapReport
@@ -91,11 +92,11 @@ class TrainReport:
         written = sum(step.bytes_written for step in self.steps)
         tokens = sum(step.tokens for step in self.steps)
         typical = statistics.median(step.seconds for step in self.steps)
-        table.add_row("steps", f"{len(self.steps)} in {seconds:.1f} s, median {typical:.2f} s")
-        table.add_row("tokens per second", f"{tokens / seconds:,.0f}")
+        table.add_row("steps", f"{len(self.steps)} in {format_seconds(seconds)}, median {format_seconds(typical)}")
+        table.add_row("tokens per second", format_number(tokens / seconds))
         table.add_row("computation waited", f"{100 * stalled / seconds:.0f} % of the time")
-        table.add_row("read from swap", f"{format_bytes(read)}, {read / seconds / 1e9:.2f} GB/s")
-        table.add_row("written to swap", f"{format_bytes(written)}, {written / seconds / 1e9:.2f} GB/s")
+        table.add_row("read from swap", f"{format_bytes(read)}, {format_number(read / seconds / 1e9)} GB/s")
+        table.add_row("written to swap", f"{format_bytes(written)}, {format_number(written / seconds / 1e9)} GB/s")
         if self.look_ahead is not None:
             table.add_row("look-ahead", self.look_ahead.describe())
         if self.wear is not None:
@@ -127,7 +128,7 @@ def describe_wear(wear: Wear) -> str:
     """Return the wear in a line: bytes in all and in a day, and what is known of drive writes and days of life."""
     text = f"{format_bytes(wear.bytes_written)} in all, {format_bytes(round(wear.bytes_per_day))} in a day of this"
     if wear.drive_writes_per_day is not None:
-        text += f", {wear.drive_writes_per_day:.3g} drive writes per day"
+        text += f", {format_number(wear.drive_writes_per_day)} drive writes per day"
     if wear.life_days is not None:
-        text += f"; the drives last {wear.life_days:,.0f} days of it"
+        text += f"; the drives last {format_number(wear.life_days)} days of it"
     return text

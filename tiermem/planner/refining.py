@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 
+from tiermem.figures import format_seconds
 from tiermem.memory.rounding import round_down
 from tiermem.memory.sizes import format_bytes
 from tiermem.planner.design import Design
@@ -95,7 +96,9 @@ class LookAheadControl:
             raise ValueError(f"{self.stage}: expected seconds of {self.candidates()}, found {list(seconds)}")
         measured, present = statistics.median(self._seconds), seconds[self.planned]
         if abs(present - measured) > TRUST * measured:
-            self.settle(f"planned; a step is simulated to take {present:.3g} s and takes {measured:.3g}")
+            self.settle(
+                f"planned; a step is simulated to take {format_seconds(present)} and takes {format_seconds(measured)}"
+            )
             return
         best = min(seconds, key=lambda nbytes: (seconds[nbytes], nbytes))
         gain = 1 - seconds[best] / present
@@ -113,9 +116,11 @@ class LookAheadControl:
         after, tried = statistics.median(self._seconds), format_bytes(self.in_use)
         if after > self._before:
             self.in_use = self.planned
-            self.settle(f"planned; with {tried} a step took {after:.3g} s instead of {self._before:.3g}")
+            self.settle(
+                f"planned; with {tried} a step took {format_seconds(after)} instead of {format_seconds(self._before)}"
+            )
         else:
-            self.settle(f"refined: a step takes {after:.3g} s instead of {self._before:.3g}")
+            self.settle(f"refined: a step takes {format_seconds(after)} instead of {format_seconds(self._before)}")
 
     def _go(self, stage: Stage, reason: str) -> None:
         self.stage, self.reason = stage, reason
