@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiermem.figures import format_number, format_seconds
+from tiermem.figures import counted, format_number, format_seconds
 
 
 @pytest.mark.parametrize(
@@ -35,3 +35,8 @@ def test_a_number_is_what_it_says_without_an_exponent(value: float) -> None:
 )  # fmt: skip
 def test_a_long_span_is_in_two_units(seconds: float, written: str) -> None:
     assert format_seconds(seconds) == written
+
+
+def test_one_of_something_is_not_many() -> None:
+    assert (counted(0, "step"), counted(1, "step"), counted(1200, "step")) == ("0 steps", "1 step", "1,200 steps")
+    assert counted(2, "directory", "directories") == "2 directories"

@@ -112,6 +112,7 @@ def test_stalls_of_one_kind_are_one_line_and_the_longest_comes_first() -> None:
     assert (report.steps, report.seconds, report.stall_seconds) == (2, 20.0, 4.25)
     assert list(report.by_cause()) == [Cause.LOOK_AHEAD, Cause.OTHER]
     assert "2 steps, 20 s; the computation waited 4.25 s (21 %)" in report.to_lines()[0]
+    assert any("in 1 wait during " in line for line in report.to_lines())
     assert any("s that looking further ahead" in line for line in report.to_lines())
 
 

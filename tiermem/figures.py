@@ -33,3 +33,8 @@ def format_seconds(seconds: float) -> str:
     (name, size), (smaller_name, smaller) = _UNITS[large : large + 2]
     count, rest = divmod(round(whole / smaller), size // smaller)
     return f"{count:,} {name}" + (f" {rest} {smaller_name}" if rest else "")
+
+
+def counted(count: int, noun: str, plural: str = "") -> str:
+    """Return a number with its noun, in the plural unless the number is 1."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {plural or f'{noun}s'}"

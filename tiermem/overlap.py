@@ -18,7 +18,7 @@ import enum
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from tiermem.figures import format_seconds
+from tiermem.figures import counted, format_seconds
 from tiermem.timeline import COMPUTE_LANE, RANKS_LANE, STALL, STEP_LANE, UPDATE_LANE, Event
 
 _MOSTLY = 0.5  # share of a stall
@@ -112,10 +112,10 @@ class OverlapReport:
             return ["the timeline holds no whole step"]
         share = 100 * self.stall_seconds / self.seconds if self.seconds else 0.0
         waited = f"the computation waited {format_seconds(self.stall_seconds)} ({share:.0f} %)"
-        lines = [f"{self.steps} steps, {format_seconds(self.seconds)}; {waited}"]
+        lines = [f"{counted(self.steps, 'step')}, {format_seconds(self.seconds)}; {waited}"]
         lines += [f"{format_seconds(seconds)} that {cause.value}" for cause, seconds in self.by_cause().items()]
         lines += [
-            f"{format_seconds(wait.seconds)} in {wait.stalls} waits during {wait.during}"
+            f"{format_seconds(wait.seconds)} in {counted(wait.stalls, 'wait')} during {wait.during}"
             + (f", for {wait.edge}" if wait.edge else "")
             for wait in self.waits[:_SHOWN]
         ]

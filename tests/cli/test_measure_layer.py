@@ -114,6 +114,26 @@ def test_a_processor_without_instructions_for_a_dtype_is_timed_on_few_tokens(
     assert measure_layer.in_time(torch.bfloat16, CPU, small, 0.25) == small, "takes no time anyway"
 
 
+@pytest.mark.parametrize(("dtype", "whole"), [(torch.float32, True), (torch.bfloat16, False)])
+def test_float32_is_timed_on_all_tokens_however_slow_it_seems(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, whole: bool
+) -> None:
+    """On a busy machine a layer on few tokens waits at the end of every small operation, and would count for all."""
+    large, timed = LayerShape(rows=2, seq=512, width=256, mlp=512), []
+
+    def train(dtype: torch.dtype, device: torch.device, shape: LayerShape, like: Any = None) -> Any:
+        timed.append(shape)
+        return lambda: None
+
+    monkeypatch.setattr(measure_layer, "_layer", train)
+    monkeypatch.setattr(measure_layer, "_weights", lambda *_: [])
+    monkeypatch.setattr(measure_layer, "seconds_of", lambda _: measure_layer.operations(timed[-1]) / 1e9)
+    monkeypatch.setattr(measure_layer, "median_seconds", lambda *_: 1.0)
+    rate = measure_layer.layer_flops(dtype, CPU, 0.25, large)
+    assert (timed[-1] == large) is whole
+    assert rate == measure_layer.operations(timed[-1])
+
+
 def test_what_takes_long_is_done_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[float] = []
     for each, once, more in ((9.0, 2, 1), (0.2, 4, 3), (0.01, 26, 25)):

@@ -20,6 +20,7 @@ from tiermem.config import Config
 from tiermem.errors import ConfigError
 from tiermem.planner.machine import Machine
 from tiermem.planner.predict import Relief
+from tiermem.planner.workload import transformer
 
 CONTRACT = {
     "fits",
@@ -116,6 +117,22 @@ def test_what_does_not_fit_says_how_many_bytes_lack(capsys: pytest.CaptureFixtur
     lacks = f"({enough - (1 << 19)} bytes) more of host_memory; raise --host-memory"
     assert captured.err.startswith("tiermem: llama-5m does not fit: it needs ")
     assert captured.err.endswith(f"MiB {lacks}\n")
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [("1000T", "1,000 T"), ("70B", "70 B"), ("5M", "5 M"), ("125,000", "125,000")],
+)
+def test_a_number_of_parameters_is_named_as_people_write_it(number: str, said: str) -> None:
+    assert transformer(parse_count(number), batch=1, seq=2).name == f"a model of {said} parameters"
+
+
+@pytest.mark.usefixtures("nothing_doubled")
+def test_one_unit_is_not_called_units(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["plan", "llama-tiny", "--machine", "laptop", "--host-memory", "1GiB", "--zero-table"]) == 0
+    printed = capsys.readouterr().out
+    assert "in 1 unit, " in printed
+    assert "1 GPU, " in printed
 
 
 @pytest.mark.usefixtures("nothing_doubled")

@@ -31,6 +31,7 @@ from tiermem.cli.timing import mean_seconds, median_seconds, seconds_of
 from tiermem.config import Config, resolve_host_memory
 from tiermem.errors import ConfigError
 from tiermem.memory.machine import available_cores, available_host_memory
+from tiermem.memory.sizes import format_bytes
 from tiermem.optim.kernels import Run, Workspace, adamw_tile
 from tiermem.optim.planes import tile_planes
 from tiermem.optim.shares import Shares, update_threads
@@ -148,7 +149,9 @@ def measure_drive(directories: Sequence[Path], *, seconds: float = _DRIVE_SECOND
     free = free_together(directories)
     nbytes = min(nbytes, free // 4)
     if nbytes < _LEAST_FREE:
-        raise ConfigError(f"measuring the drive needs {4 * _LEAST_FREE} bytes free, {directories[0]} has {free}")
+        raise ConfigError(
+            f"measuring the drive needs {format_bytes(4 * _LEAST_FREE)} free, {directories[0]} has {format_bytes(free)}"
+        )
     with _space(directories, 2 * nbytes) as space, AlignedBuffer(2 * nbytes) as buffer:
         half = nbytes // _PIECES // 4096 * 4096
         extents = [space.allocate(half) for _ in range(2 * _PIECES)]

@@ -86,7 +86,8 @@ def layer_flops(dtype: torch.dtype, device: torch.device, seconds: float, shape:
 
     Timed for about `seconds`.
     """
-    shape = in_time(dtype, device, shape, seconds)
+    if dtype != torch.float32:  # of which every processor has instructions: one that is slow is busy
+        shape = in_time(dtype, device, shape, seconds)
     taken = median_seconds(train_layer(dtype, device, shape), seconds)
     return operations(shape) / taken
 

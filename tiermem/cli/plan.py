@@ -20,7 +20,7 @@ from tiermem.cli.machines import load_profile, machine_for
 from tiermem.cli.modelwork import is_count, model_workload, parse_count
 from tiermem.config import Config, resolve_host_memory
 from tiermem.errors import ConfigError
-from tiermem.figures import format_number, format_seconds
+from tiermem.figures import counted, format_number, format_seconds
 from tiermem.memory.sizes import format_bytes
 from tiermem.optim.compiled import are_wanted
 from tiermem.planner.design import least_host_memory
@@ -265,7 +265,8 @@ def _summary(prediction: Prediction) -> Table:
     table.add_column(style="bold")
     table.add_column()
     table.add_row("machine", machine.source)
-    table.add_row("parameters", f"{workload.model_parameters:,} in {len(workload.units)} units, {workload.dtype}")
+    units = counted(len(workload.units), "unit")
+    table.add_row("parameters", f"{workload.model_parameters:,} in {units}, {workload.dtype}")
     copies = f" with {settings.copies} copies of the model" if settings.copies > 1 else ""
     ranks = f", {settings.ranks} ranks{copies}; bytes below are one rank's" if settings.ranks > 1 else ""
     table.add_row("batch", f"{workload.tokens:,} tokens, {workload.batches} a step{ranks}")
@@ -334,7 +335,7 @@ def _actions(plan: StepPlan) -> Table:
 
 
 def _zero(rows: list[ZeroRow], prediction: Prediction) -> RenderableType:
-    title = f"Model state by ZeRO stage, {prediction.settings.ranks} GPUs, decimal GB"
+    title = f"Model state by ZeRO stage, {counted(prediction.settings.ranks, 'GPU')}, decimal GB"
     table = Table(
         "stage", "offloaded", "a GPU", "a node's memory", "a node's drives", title=title, title_justify="left"
     )

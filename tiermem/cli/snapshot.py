@@ -30,8 +30,9 @@ from tiermem.cli.committed import (
     require_agreement,
     world_size,
 )
-from tiermem.cli.snapshot_report import RankReport, RanksReport, SnapshotReport, WrittenReport, counted
+from tiermem.cli.snapshot_report import RankReport, RanksReport, SnapshotReport, WrittenReport
 from tiermem.errors import ConfigError, ResumeError
+from tiermem.figures import counted
 from tiermem.runtime.beginning import SPACE_NAME
 from tiermem.runtime.rewriting import CommittedRank, snapshot_of
 

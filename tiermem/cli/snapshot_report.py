@@ -12,14 +12,10 @@ from typing import Any
 
 from rich.table import Table
 
+from tiermem.figures import counted
 from tiermem.memory.sizes import format_bytes
 
 _NAMED = 5  # the most names that are shown of a list
-
-
-def counted(count: int, noun: str, plural: str = "") -> str:
-    """A number with its noun, in the plural unless the number is 1."""
-    return f"{count} {noun}" if count == 1 else f"{count} {plural or f'{noun}s'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +132,14 @@ class SnapshotReport:
             table.add_row("ranks", "DISAGREE")
         elif each and number:
             table.add_row("ranks", "agree")
-        pages = f"{self.pages} pages of {self.units} units in " if self.kind == "commit" else ""
-        table.add_row("holds", f"{self.parameters:,} parameters in {self.tensors} tensors, {format_bytes(self.nbytes)}")
+        pages = (
+            f"{counted(self.pages or 0, 'page')} of {counted(self.units or 0, 'unit')} in "
+            if self.kind == "commit"
+            else ""
+        )
+        table.add_row(
+            "holds", f"{self.parameters:,} parameters in {counted(self.tensors, 'tensor')}, {format_bytes(self.nbytes)}"
+        )
         table.add_row("as", f"{pages}{counted(self.files or 0, 'file')}")
         table.add_row("dtype", str(self.param_dtype))
         if self.verified or self.damaged:

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 
 from tiermem.config import parse_dtype
 from tiermem.errors import ConfigError
+from tiermem.figures import format_number
 from tiermem.optim import tiles
 from tiermem.zero3.order import Access, Phase
 
 # Backward computes two products for each one of forward.
 BACKWARD_SHARE = 2.0
 _VOCABULARY = 32_000
+_SCALES = ((10**12, "T"), (10**9, "B"), (10**6, "M"), (1, ""))
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,5 +183,6 @@ def transformer(
         units.append(UnitWork(f"layer {layer}", numel, numel, unit_flops(numel, tokens, seq=seq, width=width)))
     units.append(UnitWork("head", words, words, unit_flops(words, tokens)))
     order = order_of([(unit, unit > 0) for unit in range(len(units))])
-    size = f"{parameters / 1e12:.3g} T" if parameters >= 1e12 else f"{parameters / 1e9:.3g} B"
-    return Workload(f"{size} parameters", tuple(units), order, tokens, batches, dtype, moments)
+    scale, letter = next((scale, letter) for scale, letter in _SCALES if parameters >= scale)
+    name = f"a model of {format_number(parameters / scale)}{letter and ' '}{letter} parameters"
+    return Workload(name, tuple(units), order, tokens, batches, dtype, moments)
