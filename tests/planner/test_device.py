@@ -20,6 +20,7 @@ from tiermem.planner.device import (
     PIECE,
     _beside,
     _needed_by_ranks,
+    _taken,
     device_least,
     device_most,
     plan_tiers,
@@ -114,6 +115,17 @@ def test_the_budget_named_for_activations_has_room_for_a_piece(units: list[UnitS
     enough = device.taken.least_for(PIECE)
     assert (device.passing >= PIECE) == (device.nbytes >= enough)
     _, device = plan_tiers(units, PLENTY, max(device.nbytes, enough), 16 * MIB, settle=settle)
+    assert device.passing >= PIECE
+
+
+@given(units=UNITS, extra=st.integers(0, 16 * MIB), settle=st.booleans())
+@settings(max_examples=number_of(80, 200))
+def test_a_piece_passes_wherever_it_could_with_the_smallest_tiles(
+    units: list[UnitSize], extra: int, settle: bool
+) -> None:
+    """Larger tiles, all of them at once, and units that are settled are not had at the price of activations."""
+    enough = _taken(units, SMALLEST_TILE, roomy=False).least_for(PIECE)
+    _, device = plan_tiers(units, PLENTY, max(device_least(units), enough) + extra, 16 * MIB, settle=settle)
     assert device.passing >= PIECE
 
 

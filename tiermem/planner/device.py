@@ -153,7 +153,7 @@ def _plan_above(
     wished = _needed(units, tile_numel, piece, roomy=True)
     # Where updates wait to be asked for, only the computation asks, and it comes too late for what is gathered ahead.
     roomy = wished <= device and (alone or not footprint.serial)
-    settled = _settled(units, device, tile_numel, piece) if settle and roomy else ()
+    settled = _settled(units, device, tile_numel) if settle and roomy else ()
     left = device - sum(settled_nbytes(units[number], tile_numel) for number in settled)
     spare = left - (wished if roomy else _needed(units, tile_numel, piece))
     return DeviceFootprint(
@@ -185,8 +185,8 @@ def settled_nbytes(unit: UnitSize, tile_numel: int) -> int:
     return rounded(unit.param_nbytes) + tiles + grad_tile_nbytes(last, tile_numel) + state_tile_nbytes(last, tile_numel)
 
 
-def _settled(units: Sequence[UnitSize], device: int, tile_numel: int, piece: int) -> tuple[int, ...]:
-    """The units to settle: see "Settling"; beside their updates a piece of so many bytes passes through."""
+def _settled(units: Sequence[UnitSize], device: int, tile_numel: int) -> tuple[int, ...]:
+    """The units to settle: see "Settling". What they leave to be leased has room for a piece of activations, too."""
     found: list[int] = []
     taken, parameters = 0, sum(rounded(unit.param_nbytes) for unit in units)
     for number, unit in enumerate(units):
@@ -195,8 +195,6 @@ def _settled(units: Sequence[UnitSize], device: int, tile_numel: int, piece: int
         taken += settled_nbytes(unit, tile_numel)
         parameters -= rounded(unit.param_nbytes)
         updated = [*(units[other] for other in found), unit]
-        if piece and _taken(units, tile_numel, roomy=True, updated=updated).least_for(piece) > device:
-            break
         leased = _beside(units, tile_numel, updated)
         ahead = max(rounded(each.param_nbytes) for each in units)
         if taken + leased + (min(ahead, parameters) if len(found) < EXPOSED else parameters) > device:
