@@ -255,7 +255,8 @@ def begun_in_plain(directory: Path, rank: int, size: int) -> Any:
 def adversaries(directory: Path, rank: int, size: int) -> Any:
     """Two optimizers, three turns of one to one of the other, whose part is called without gradients between.
 
-    The last unit that such a call has gathered ahead is on its way when gradients are dropped right after it.
+    The last unit that such a call has gathered ahead may be on its way when gradients are dropped right after it; that
+    this is counted by all ranks alike, whenever it comes, is shown by `zero3/test_conductor.py`.
     """
 
     def train(model: nn.Module, adamw: Callable[..., torch.optim.Optimizer]) -> list[float]:

@@ -328,6 +328,8 @@ def test_no_copy_goes_across_the_edges_of_what_is_locked(
         assert ended == [None]
         assert target.tensor.tolist() == wanted
     assert copied == [(False, False)] * (2 * parts)
+    piece = Frame(2 * unit, 2 * unit, torch.empty(2 * unit, dtype=torch.uint8))
+    assert device._cuts(piece) == [], "what begins and ends at edges goes across none"
     device.close()
     above.close()
     below.close()

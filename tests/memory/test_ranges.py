@@ -152,6 +152,24 @@ def test_scraps_are_cooled_when_no_hole_is_warm_enough() -> None:
     assert allocator.warm == 0
 
 
+def test_where_nothing_is_warm_throughout_what_is_warmest_is_taken() -> None:
+    allocator = RangeAllocator(30)
+    allocator.extend(0, 100)
+    for _ in range(3):
+        assert allocator.allocate(10) is not None
+    allocator.release(0)
+    allocator.release(20)
+    larger = allocator.allocate(15)
+    assert larger is not None
+    assert (larger.start, larger.cooled) == (20, (Range(5, 10),))
+    allocator.release(20)
+    allocator.release(10)
+    assert allocator.warm_ranges() == (Range(0, 5), Range(10, 35))
+    found = allocator.allocate(28)
+    assert found is not None
+    assert found.start == 10
+
+
 def test_a_block_is_not_cut_when_it_is_cooled() -> None:
     allocator = RangeAllocator(40, block=10)
     allocator.extend(0, 320)

@@ -117,6 +117,18 @@ def test_whoever_gets_the_bytes_gets_the_fences() -> None:
     assert _frame(arena, UNIT).fences == ()
 
 
+def test_what_only_lies_beside_has_other_fences() -> None:
+    arena = _arena(3)
+    frames, fences = [_frame(arena, UNIT) for _ in range(3)], [ManualFence() for _ in range(3)]
+    for frame, fence in zip(frames, fences, strict=True):
+        frame.fence(fence)
+        arena.free(frame)
+    found = [_frame(arena, UNIT) for _ in range(3)]
+    assert [(frame.offset, frame.fences) for frame in found] == [
+        (frame.offset, (fence,)) for frame, fence in zip(frames, fences, strict=True)
+    ]
+
+
 def test_a_frame_forgets_fences_that_have_passed() -> None:
     frame = _frame(_arena(4), UNIT)
     old, new = ManualFence(), ManualFence()
@@ -160,9 +172,13 @@ def test_the_low_end_is_set_aside_for_what_passes_through() -> None:
     assert arena.allocate(2 * UNIT) is None
     lowest = min(tiles, key=lambda tile: tile.offset)
     assert arena.clearing(2 * UNIT, [*large, *tiles]) == [lowest], "what is large goes anywhere, also beside it"
+    assert arena.clearing(UNIT, large) is None
     arena.free(tiles[3])
     arena.free(tiles[5])
     assert _frame(arena, UNIT).offset == min(tiles[3].offset, tiles[5].offset), "where one of its size has been"
+    arena.free(tiles[0])
+    arena.free(tiles[1])
+    assert _frame(arena, UNIT).offset == max(tiles[3].offset, tiles[5].offset), "not in a larger gap below"
 
 
 def test_what_is_much_smaller_than_tiles_goes_to_the_high_end() -> None:

@@ -495,3 +495,25 @@ def test_an_update_belongs_to_the_gradient_that_was_written_last() -> None:
         forecast.note(Lane.UPDATE, state)  # of the gradient before: the next one is still to come
         forecast.note(Lane.COMPUTE, gradient)
     assert forecast.next_use(state, 0) == 8
+
+
+def test_from_the_beginning_again_everything_comes_though_updates_had_been_passed_over() -> None:
+    gradient, state = PageKey(0, Kind.GRAD), PageKey(0, Kind.STATE)
+    accesses = [*compute(0), (Lane.COMPUTE, gradient), (Lane.UPDATE, state), *compute(1)]
+    forecast = forecast_of(*accesses)
+    forecast.set_agenda([])
+    for lane, key in accesses[:3]:
+        forecast.note(lane, key)
+    assert [key for _, _, key in forecast.upcoming(1)] == [KEYS[1]]
+    forecast.rewind()
+    assert [key for _, _, key in forecast.upcoming(3)] == [KEYS[0], gradient, KEYS[1]]
+
+
+def test_what_is_updated_beside_an_evaluation_is_done_in_the_step() -> None:
+    gradient, state = PageKey(0, Kind.GRAD), PageKey(0, Kind.STATE)
+    forecast = forecast_of(*compute(0), (Lane.COMPUTE, gradient), (Lane.UPDATE, state))
+    forecast.set_agenda([])
+    for lane, key in [*compute(0), (Lane.COMPUTE, gradient)]:
+        forecast.note(lane, key)
+    forecast.beside(schedule_of(compute(1, 2))).note(Lane.UPDATE, state)
+    assert forecast.next_use(state, 0) == 5

@@ -165,6 +165,7 @@ def test_of_a_page_that_is_removed_nothing_is_left(failed: bool) -> None:
     assert forgotten == [page.key], "its extent may be had by others"
     with pytest.raises(InvariantError, match="no such page"):
         bench.residency.page(page.key)
+    assert page not in bench.residency._spoiled, "who keeps it keeps its error, and all that this has come through"
     again = bench.residency.add(page.key, 20)
     assert again.error is None
     assert not again.is_written
@@ -178,4 +179,15 @@ def test_what_a_drive_has_lost_is_not_made_good_by_discarding_it() -> None:
     bench.residency.fail(page, ValueError("whoever wrote it has failed, too"))
     bench.residency.discard(page)
     assert page.error is lost
+    bench.residency.check_invariants()
+
+
+def test_the_first_error_of_a_page_stays() -> None:
+    """Its reader has failed it while it was being written down, which then fails, too."""
+    bench = Bench()
+    page, first = bench.pages[1], ValueError("whoever looked at it has failed")
+    bench.residency.start_move(page, SWAP, Priority.WRITE_BACK)
+    bench.residency.fail(page, first)
+    bench.flying.pop().finish(OSError(5, "injected"))
+    assert page.error is first
     bench.residency.check_invariants()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -360,6 +361,20 @@ def test_room_is_not_made_of_a_page_that_is_read_while_it_is_written_back() -> N
     assert demand.granted
 
 
+def test_who_asks_on_the_loop_does_not_overtake_who_has_asked_before() -> None:
+    """Both have asked since the last pump; the first has the only lease then."""
+    bench, served = Bench(20), list[str]()
+    bench.bring(0)
+    for intent in (WRITE, READ):
+        request = LeaseRequest(
+            bench.pages[:1], intent, Lane.UPDATE, HOST, lambda _, intent=intent: served.append(intent)
+        )
+        bench.service.submit(request)
+    bench.service.serve_at_once()
+    bench.pump()
+    assert served == [WRITE]
+
+
 def test_an_exclusive_lease_waits_for_all_readers_and_readers_for_it() -> None:
     bench = Bench(20)
     bench.bring(0)
@@ -403,6 +418,14 @@ def test_contents_that_were_spoilt_are_forgotten_and_a_fault_of_the_drive_is_not
     assert fresh.error is (LOST if drive else None)
     assert fresh.granted is not drive
     assert page.valid == (set() if drive else {HOST})
+
+
+def test_what_is_counted_as_discarded_had_contents() -> None:
+    bench = Bench(20)
+    bench.bring(0)
+    for _ in range(2):
+        bench.residency.discard(bench.pages[0])
+    assert bench.counters.snapshot().total.discards == 1
 
 
 def test_a_read_of_a_page_discarded_under_way_is_told_so() -> None:
@@ -481,6 +504,15 @@ def test_of_memory_in_one_piece_read_ahead_drops_only_what_lies_in_its_place() -
     bench.pump()
     assert bench.moving() == [(9, HOST)]
     assert len(bench.on(HOST)) == 4
+
+
+def test_what_is_announced_is_not_dropped_for_what_was_announced_with_it() -> None:
+    bench = Bench(20, look_ahead=10, reserve=0)
+    bench.bring(1, 2)
+    bench.forecast.set_agenda([[page.key for page in bench.pages[:3]]])
+    bench.order(3)
+    assert bench.moving() == []
+    assert bench.on(HOST) == {1, 2}
 
 
 def test_read_ahead_leaves_the_reserve() -> None:
@@ -641,6 +673,40 @@ def test_at_a_standstill_a_later_demand_may_pass_an_earlier_one() -> None:
     held.give_back()
     bench.settle()
     assert large.granted
+
+
+def test_who_waits_for_a_lease_is_not_the_one_who_is_refused_for_want_of_room() -> None:
+    bench = Bench(30)
+    bench.ask(0, 1)
+    bench.settle()
+    barred, lacking = bench.ask(0, 2, 3, intent=WRITE), bench.ask(4, 5)
+    bench.settle()
+    assert bench.service.resolve_standstill()
+    assert isinstance(lacking.error, CapacityError)
+    assert not barred.refused
+
+
+def test_at_a_standstill_what_is_written_anew_on_the_device_needs_no_room_below() -> None:
+    bench = Bench(20, device=20, reserve=0)
+    below = bench.ask(0, 1, lane=Lane.UPDATE)
+    bench.settle()
+    assert below.granted
+    assert bench.ask(5, intent=FRESH).granted
+    large, small = bench.ask(2, 3, intent=FRESH), bench.ask(4, intent=FRESH)
+    assert not small.granted, "in order, as long as something may still happen"
+    assert bench.service.resolve_standstill()
+    assert small.granted
+    assert not large.refused
+
+
+def test_what_has_no_room_above_is_not_brought_below() -> None:
+    bench = Bench(40, device=20, reserve=0)
+    large = bench.residency.add(PageKey(9, Kind.PARAM), 20)
+    assert bench.ask(5, intent=FRESH).granted
+    earlier, later = Asked(bench, [large], FRESH, Lane.COMPUTE, DEVICE), bench.ask(4)
+    assert not earlier.granted
+    assert not later.granted
+    assert bench.moving() == []
 
 
 def test_two_demands_that_hold_half_of_what_both_need_are_untangled() -> None:
@@ -901,6 +967,7 @@ def test_what_had_to_leave_the_device_is_at_home_there_again_in_the_next_step() 
     assert at_home_there(bench) == {0, 2, 3}
     homes.begin_step()
     assert at_home_there(bench) == {0, 1, 2, 3}
+    homes.displace(bench.pages[1])
     homes.follow(at_home=False)
     assert not at_home_there(bench)
     homes.begin_step()
@@ -1151,18 +1218,23 @@ def test_which_copy_leaves_host_where_the_device_has_another(
 
 
 @pytest.mark.parametrize(
-    ("sort", "left"), [("", {0, 2}), ("copied", {1, 2}), ("unplanned", {1, 2}), ("settled", {0, 2})]
+    ("sort", "left"),
+    [("", {0, 2}), ("copied", {1, 2}), ("copied, not kept", {1, 2}), ("unplanned", {1, 2}), ("settled", {0, 2})],
 )
 def test_which_page_leaves_the_device(sort: str, left: set[int]) -> None:
-    """Page 1 is used there sooner than page 0, which its update, sooner still, takes from there unless HOST has it."""
+    """Page 1 is used there sooner than page 0, which its update, sooner still, takes from there unless HOST has it.
+
+    What the plan keeps it keeps in HOST.
+    """
     bench = Bench(20, device=20, reserve=0, settled=frozenset({0} if sort == "settled" else ()))
     compute, update = Lane.COMPUTE, Lane.UPDATE
     accesses = [(compute, 0), (compute, 1), (compute, 2), (update, 0), (compute, 1), (compute, 3)]
     schedule = schedule_of((lane, bench.pages[number].key) for lane, number in accesses)
-    bench.forecast.set_schedule(schedule, None if sort == "unplanned" else [True] * len(accesses))
+    stays = [sort != "copied, not kept" or position != 4 for position in range(len(accesses))]
+    bench.forecast.set_schedule(schedule, None if sort == "unplanned" else stays)
     bench.residency.reclassify()
     bench.bring(0, 1)
-    if sort != "copied":
+    if not sort.startswith("copied"):
         bench.residency.drop(bench.pages[0], HOST)
     bench.bring(2)
     assert bench.on(DEVICE) == left
@@ -1305,12 +1377,36 @@ def test_what_is_settled_on_the_device_is_not_sent_down_with_the_rest() -> None:
     assert bench.pages[0].valid == {DEVICE}
 
 
+def test_behind_a_step_that_was_cut_short_the_order_of_who_goes_is_made_anew() -> None:
+    bench = Bench(20)
+    bench.order(0, 1, 2, 1)
+    bench.bring(0, 1)
+    with closing(bench.residency.census.victims(HOST)) as victims:
+        assert next(victims)[1] is bench.pages[0], "in this step 1 would come again before it"
+    bench.service.begin_step()
+    bench.bring(3)
+    assert bench.on(HOST) == {0, 3}
+
+
 def test_another_schedule_is_looked_at_at_once() -> None:
     bench = Bench(200, count=30, look_ahead=160)
     bench.order(*range(30))
     bench.settle()
     bench.order(*reversed(range(30)))
     assert (29, HOST) in bench.moving()
+
+
+def test_another_schedule_ends_an_evaluation() -> None:
+    bench = Bench(60)
+    ahead, step, later, evaluated = (
+        bench.service.ahead,
+        *(schedule_of([(Lane.COMPUTE, page.key)]) for page in bench.pages[:3]),
+    )
+    ahead.follow(step, None)
+    ahead.evaluate(evaluated)
+    ahead.follow(later, None)
+    ahead.evaluate(Step.BEGINS)
+    assert [key for _, _, key in bench.residency.forecast.upcoming(1)] == [bench.pages[1].key]
 
 
 def test_with_a_device_all_that_is_given_back_is_looked_at() -> None:
@@ -1382,3 +1478,16 @@ def test_nothing_is_written_to_protect_what_needs_no_protection_any_more(confirm
         protection.confirm()
     protection.prepare([bench.pages[0].key])
     assert bench.moving() == ([] if confirmed else [(0, SWAP)])
+
+
+def test_behind_a_revert_nothing_is_announced_any_more() -> None:
+    bench = Bench(20)
+    bench.bring(0, 1)
+    bench.forecast.set_agenda([[bench.pages[1].key]])
+    bench.order(2, 0, 1)
+    with closing(bench.residency.census.victims(HOST)) as victims:
+        assert next(victims)[1] is bench.pages[0]
+    with pytest.raises(StopIteration):
+        protection_of(bench).revert().send(None)
+    bench.bring(3)
+    assert bench.on(HOST) == {0, 3}, "page 1 was announced, and is used last now"

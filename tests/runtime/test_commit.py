@@ -231,3 +231,26 @@ def test_inside_a_write_nothing_is_committed(tmp_path: Path) -> None:
         with pytest.raises(tiermem.TiermemError, match="commit inside gathered"):
             training.commit()
     training.close()
+
+
+def test_an_optimizer_that_is_made_anew_goes_on_with_the_counts_of_the_commit(tmp_path: Path) -> None:
+    """Also where nobody calls load_state_dict: the moments are there, and beside counts of 0 would be scaled up."""
+
+    def train(directory: Path, steps: int, counts: set[int], *, resume: bool = False) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        model, rows = Net(), torch.linspace(-1, 1, 40).view(5, 8)
+        directory.mkdir(exist_ok=True)
+        with tiermem.offload(model, make_config(directory), resume=resume) as runtime:
+            optimizer = tiermem.AdamW(model.parameters(), lr=1e-2)
+            assert set(optimizer.step_counts().values()) == counts
+            for _ in range(steps):
+                model(rows).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            runtime.commit().wait()
+            return [runtime.parameter(parameter) for parameter in model.parameters()]
+
+    expected = train(tmp_path / "plain", 3, set())
+    train(tmp_path / "run", 2, set())
+    found = train(tmp_path / "run", 1, {2}, resume=True)
+    assert all(torch.equal(values, other) for values, other in zip(found, expected, strict=True))

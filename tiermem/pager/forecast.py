@@ -98,7 +98,7 @@ class Forecast:
         period, compute = self._schedule.period, self._lanes[Lane.COMPUTE]
         self._step += 1
         start = self._step * period
-        regular = self._regular and compute.cursor <= start and compute.between(compute.cursor, start, period) == 0
+        regular = self._regular and compute.between(compute.cursor, start, period) == 0
         self.rewind()
         return regular
 

@@ -37,7 +37,7 @@ class Homes:
         if there is not self._there:
             self._settle(there=there)
             return
-        for page in self._displaced if there else ():
+        for page in self._displaced:
             page.home = Tier.DEVICE
             self._residency.census.note(page)
         self._displaced.clear()

@@ -115,7 +115,6 @@ class Protection:
         self._protected.clear()
         self._residency.forecast.set_agenda([])
         self._residency.reclassify()
-        self._post(lambda: None)  # there is room now
 
     def _confirm(self) -> None:
         if not self._open:
@@ -124,4 +123,3 @@ class Protection:
         self._copies.release()
         self._protected.clear()
         self.discard(self._discarded)
-        self._discarded.clear()

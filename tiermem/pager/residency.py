@@ -214,7 +214,6 @@ class Residency:
             self._free(page, tier)
         self.census.note(page)
         del self.pages[page.key]
-        self._last_use.pop(page.key, None)
         self.total -= page.room if self.chain.memory_tiers[0] in self.chain.tiers_of(page.key) else 0
         self.chain.forget(page.key)
         return True
