@@ -1317,6 +1317,32 @@ def test_of_what_has_to_leave_no_more_is_written_early_than_is_wanted() -> None:
     assert bench.moving() == [(0, SWAP)]
 
 
+def test_no_more_is_written_early_than_what_is_not_there_could_want() -> None:
+    bench = Bench(30, count=4, look_ahead=30, reserve=0)
+    held = bench.ask(0, 1, 2, intent=WRITE)
+    bench.settle()
+    held.give_back()
+    assert bench.moving() == [(0, SWAP)]
+
+
+def test_what_was_used_last_is_not_written_early_as_long_as_nobody_knows_what_comes() -> None:
+    """Each gradient of a tile leases it anew."""
+    bench = Bench(20, look_ahead=20)
+    for _ in range(3):
+        bench.ask(0, intent=FRESH).give_back()
+        assert bench.moving() == []
+    bench.ask(1, intent=FRESH).give_back()
+    assert bench.moving() == [(0, SWAP)]
+
+
+@pytest.mark.parametrize(("look_ahead", "fetched"), [(40, {0, 1}), (10, {0})])
+def test_an_evaluation_reads_half_as_far_ahead_but_a_page_at_least(look_ahead: int, fetched: set[int]) -> None:
+    bench = Bench(60, look_ahead=look_ahead)
+    bench.service.ahead.evaluate(schedule_of((Lane.COMPUTE, page.key) for page in bench.pages))
+    bench.pump()
+    assert {number for number, _ in bench.moving()} == fetched
+
+
 @pytest.mark.parametrize(
     ("order", "planned", "written"),
     [((0, 1, 2, 3, 4, 5), False, True), ((0, 1, 0, 2, 3, 4, 5), False, False), ((0, 1, 2, 3, 4, 5), True, False)],

@@ -152,6 +152,24 @@ def test_the_steps_of_a_commit_are_in_order(tmp_path: Path) -> None:
     run.space.close()
 
 
+def test_what_is_not_gone_on_from_is_durably_gone_before_its_bytes_may_be_overwritten(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.two_commits()
+    run.system.inject("unlink", errno.EIO)
+    with pytest.raises(SwapIOError):
+        run.commit(2)  # both are there
+    run.space.close()
+    run = Run(tmp_path, keep=True)
+    order: list[str] = []
+    for call in ("fsync", "unlink"):
+        real = getattr(run.system, call)
+        setattr(run.system, call, lambda target, call=call, real=real: (order.append(call), real(target)))
+    found = recover(run.space, run.store, generation=1)
+    assert found is not None
+    assert order == ["unlink", "fsync"]
+    run.space.close()
+
+
 def test_what_was_prepared_is_found_until_it_is_published(tmp_path: Path) -> None:
     run = Run(tmp_path)
     assert find_prepared([tmp_path], name="r0") is None

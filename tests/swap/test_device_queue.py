@@ -232,3 +232,47 @@ def test_writes_are_served_where_fewer_blocks_than_the_depth_can_be_with_the_dev
         engine.start_read(file, BLOCK, block)
     assert [each.operation for each in done].count(Operation.WRITE) == 2
     engine.close()
+
+
+def test_who_was_refused_for_want_of_bytes_is_called_when_a_block_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, backend = engine_by_hand(max_bytes=BLOCK)
+    called: list[object] = []
+    monkeypatch.setattr(backend, "wake", called.append)
+    engine.start_read(PaperFile(), 0, buffer(3))
+    ((_, queue),) = backend.served
+    monkeypatch.setattr(engine._available[queue.device], "notify_all", lambda: called.append("those who wait in take"))
+    called.clear()
+    assert len(backend.issue()) == 1, "and the next one was refused"
+    backend.finish()
+    assert called == ["those who wait in take", queue]
+    backend.issue(1)
+    backend.finish()
+    assert len(called) == 2, "nobody was refused since"
+    backend.run()
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("depth", "left"),
+    [
+        (1, 29.0),  # of the device that still has some of it, and has shown progress at 20
+        (2, 9.0),  # of the block that it has had since 0, whatever progress it has shown with others
+    ],
+)
+def test_how_long_a_request_may_still_take(depth: int, left: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    moment = 0.0
+    monkeypatch.setattr("swap.engine.time", SimpleNamespace(monotonic=lambda: moment))
+    backend = StepBackend()
+    engine = Engine(EngineSettings(block_size=BLOCK, queue_depth=depth, stall_seconds=30.0), backend=backend)
+    spans = [(PaperFile(device=1), 0, BLOCK), (PaperFile(device=2), 0, 2 * BLOCK)]
+    request = engine.start(Operation.READ, spans, buffer(3), priority=Priority.DEMAND)
+    through, first, *_ = backend.issue()
+    moment = 1.0
+    backend.finish(through)
+    moment = 20.0
+    backend.finish(first)
+    backend.issue()
+    moment = 21.0
+    assert engine.seconds_until_stall(request) == left
+    backend.run()
+    engine.close()

@@ -501,3 +501,24 @@ def test_completion_threads_and_a_loop_that_marks(tmp_path: Path) -> None:
         found = generations.statistics()
         assert found.keys == 16
         assert space.statistics().allocated == found.current + found.marked + found.spare <= 2 * 16 * 8 * UNIT
+
+
+def test_what_two_marks_hold_is_to_spare_once() -> None:
+    """A commit says what there is to spare, and a resume claims it: twice would be an error."""
+    _, generations = make()
+    first = write(generations, "a")
+    marks = [generations.mark(), generations.mark()]
+    write(generations, "a")
+    last = generations.mark()
+    assert generations.spares(last) == [("a", first)]
+    for mark in (*marks, last):
+        generations.release(mark)
+
+
+def test_of_a_commit_that_cannot_be_adopted_nothing_is_claimed() -> None:
+    space, generations = make()
+    current, spare = (Extent((Piece(0, number * UNIT, UNIT),)) for number in range(2))
+    with pytest.raises(SwapError, match="in use"):
+        generations.adopt([swap.Entry("a", current, 1)], spares=[("a", spare), ("a", spare)])
+    assert space.allocator.allocated == 0
+    generations.release(generations.adopt([swap.Entry("a", current, 1)], spares=[("a", spare)]))
