@@ -151,7 +151,6 @@ class AioBackend(Backend):
                     return
                 else:
                     await waker.wait()
-                del block  # it holds a view of the caller's buffer
         finally:
             for handle in handles.values():
                 with contextlib.suppress(OSError):  # what was written is made durable by the file's own descriptor

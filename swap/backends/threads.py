@@ -56,4 +56,3 @@ class ThreadsBackend(Backend):
     def _serve(self, source: BlockSource, queue: DeviceQueue) -> None:
         while (block := source.take(queue)) is not None:
             source.finish(queue, block, transfer(self._system, block))
-            del block  # it holds a view of the caller's buffer, and `take` may wait long

@@ -224,6 +224,20 @@ def test_a_step_goes_on_behind_a_turn_of_one_optimizer_though_what_is_left_is_dr
     assert scheduler.asked[-1] == ("drop all",), "nobody has had a turn in this one"
 
 
+def test_a_call_that_has_used_nothing_is_no_turn() -> None:
+    ledger, scheduler = begin([0, 2])
+    assert not ledger.close_step({0, 2}, updated=True)
+    ledger.drop([0, 2])
+    assert scheduler.asked[-1] == ("drop all",), "the step begins again"
+
+
+def test_what_was_claimed_in_a_step_whose_end_was_interrupted_is_not_so_in_the_next() -> None:
+    ledger, scheduler = begin([0], claimed=[0])
+    scheduler.order.has_begun = False
+    assert not ledger.close_step({0}, updated=True)
+    assert not ledger.is_mid_step
+
+
 class Inside(nn.Module):
     """Calls something from inside its forward, or from a method that is no call of the module."""
 

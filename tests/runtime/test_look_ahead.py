@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from doubles_training import check, config_for, offloaded, plain, within_budgets
 import tiermem
 from tiermem.look_ahead import LookAhead
 from tiermem.planner.observed import Observed
-from tiermem.planner.refining import COUNTED, SETTLING, LookAheadControl
+from tiermem.planner.refining import COUNTED, SETTLING, LookAheadControl, Stage
 from tiermem.runtime import look_ahead as module
 from tiermem.runtime.look_ahead import RefinedLookAhead
 from tiermem.timeline import Event
@@ -157,3 +158,33 @@ def test_the_numbers_are_those_of_plain_training_whatever_it_is(
     assert found.statistics is not None
     assert found.statistics.look_ahead is not None
     assert found.statistics.look_ahead.nbytes != found.statistics.look_ahead.planned
+
+
+def choice_with(course: Any, told: list[Any]) -> Any:
+    """A look-ahead amid the simulation `course`; what its control is told goes to `told`."""
+    control: Any = SimpleNamespace(measured=told.append, stage=Stage.FORESEEING)
+    nobody: Any = None
+    choice = RefinedLookAhead(control, nobody, nobody, nobody)
+    choice._course = course
+    return choice
+
+
+def test_what_simulating_took_is_no_part_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    choice, moments = choice_with((None for _ in range(1000)), told), iter([10.0, 10.0, 10.5, 10.5])
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: next(moments)))
+    choice.step_closed(4.0)
+    choice._control.stage = Stage.TRYING
+    choice.step_closed(4.0)
+    choice.step_closed(4.0)
+    assert told == [4.0, 3.5, 4.0]
+
+
+def test_a_simulation_that_was_interrupted_begins_anew() -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    choice = choice_with((interrupt() for _ in range(2)), [])
+    with pytest.raises(KeyboardInterrupt):
+        choice._foresee(1.0)
+    assert choice._course is None

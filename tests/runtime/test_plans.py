@@ -122,3 +122,19 @@ def test_a_step_counts_whose_planning_was_interrupted() -> None:
     assert steps.number == 1
     assert steps.step(source) is done
     assert steps.number == 2
+
+
+def test_updates_that_are_left_are_hurried_so_that_forward_finds_them_in_its_order() -> None:
+    order = StepOrder(tuple(Access(unit, Phase.FORWARD) for unit in (0, 1, 2, 1, 3)))
+    ledger: Any = SimpleNamespace(
+        scheduler=SimpleNamespace(order=SimpleNamespace(expected=order)),
+        line_up=lambda *_: None,
+        require_free=lambda: None,
+        close_step=lambda *_, **__: True,
+    )
+    coordinator: Any = SimpleNamespace(owned={0}, step=lambda *_, **__: SimpleNamespace(skipped=False))
+    hurried: list[int] = []
+    queue: Any = SimpleNamespace(pending=lambda unit: unit != 2, hurry=hurried.append)
+    source: Any = None
+    Steps(coordinator, ledger, queue, plans_with(Neighbours())).step(source)
+    assert hurried == [3, 1, 0], "whoever was hurried last is next"

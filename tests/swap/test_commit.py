@@ -167,6 +167,7 @@ def test_what_is_not_gone_on_from_is_durably_gone_before_its_bytes_may_be_overwr
     found = recover(run.space, run.store, generation=1)
     assert found is not None
     assert order == ["unlink", "fsync"]
+    assert run.store._system in run.space.company, "the files stay locked until a call that was given up has ended"
     run.space.close()
 
 
@@ -896,8 +897,23 @@ def test_what_cannot_be_taken_back_at_once_is_removed_before_the_next_commit(tmp
         run.commit(3)
     assert manifest_path(tmp_path, 2).exists()
     run.write("a", b"4")
+    before = run.system.calls["fsync"]
     run.commit(4)
+    assert run.system.calls["fsync"] - before == 2 + 3, "the directory as it is and without it; then as of any commit"
     check_goes_on_from(tmp_path, run, 4)
+
+
+def test_what_a_look_at_the_directory_has_shown_is_durable(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.two_commits()
+    prepared(run, 2)
+    run.system.inject("rename", errno.EIO)
+    with pytest.raises(SwapIOError):
+        run.store.publish()
+    before = run.system.calls["fsync"]
+    assert not run.store.is_published()
+    assert run.system.calls["fsync"] - before == 1
+    run.space.close()
 
 
 def test_after_a_failed_sync_nothing_is_known_and_no_commit_is_made(tmp_path: Path) -> None:

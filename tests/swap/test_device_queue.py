@@ -276,3 +276,17 @@ def test_how_long_a_request_may_still_take(depth: int, left: float, monkeypatch:
     assert engine.seconds_until_stall(request) == left
     backend.run()
     engine.close()
+
+
+def test_an_error_that_is_raised_again_does_not_keep_who_met_it_before() -> None:
+    engine, backend = engine_by_hand()
+    request = engine.start_read(PaperFile(), 0, buffer(1))
+    backend.issue()
+    backend.finish(error=swap.SwapIOError("read", "paper", errno=5))
+    depths = []
+    for _ in range(2):
+        with pytest.raises(swap.SwapIOError) as caught:
+            request.wait()
+        depths.append(len(caught.traceback))
+    assert depths[0] == depths[1]
+    engine.close()

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from doubles import FaultySystemCalls
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swap import AlignedBuffer, Copy, EngineSettings, Extent, SwapIOError, SwapSpace, checksum, take_checksums
+from swap import (
+    AlignedBuffer,
+    Copy,
+    EngineSettings,
+    Extent,
+    Priority,
+    Request,
+    SwapIOError,
+    SwapSpace,
+    checksum,
+    take_checksums,
+)
 from swap.checksums import CHECKSUM_BLOCK, RunningChecksum
 
 MIB = 1 << 20
@@ -44,6 +56,20 @@ def test_copies_without_a_checksum_get_that_of_their_bytes(tmp_path: Path) -> No
         before = space.statistics().engine.devices[0].bytes_read
         assert take_checksums(space, [*copies, known]) == 0
         assert space.statistics().engine.devices[0].bytes_read == before
+
+
+def test_what_training_waits_for_is_read_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with SwapSpace.open([tmp_path], name="r0", nbytes=MIB) as space:
+        extent, _ = write(space, 8192)
+        read, priorities = space.start_read, list[Priority]()
+
+        def noted(*given: Any, priority: Priority, **named: Any) -> Request:
+            priorities.append(priority)
+            return read(*given, priority=priority, **named)
+
+        monkeypatch.setattr(space, "start_read", noted)
+        take_checksums(space, [Copy(extent, None)])
+        assert priorities == [max(Priority)]
 
 
 def test_a_drive_that_does_not_give_the_bytes_is_an_error_and_no_checksum(tmp_path: Path) -> None:

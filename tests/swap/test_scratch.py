@@ -48,6 +48,16 @@ def test_nothing_is_opened_before_room_is_asked_for_and_nothing_is_left(tmp_path
             space.start_write(extent, source.view).wait(30)
 
 
+def test_each_further_set_of_files_has_as_much_as_there_is(tmp_path: Path) -> None:
+    with SwapSpace.open([tmp_path], name="r0", nbytes=MIB) as space:
+        scratch, sizes = ScratchSpace(space, first=MIB), list[int]()
+        for _ in range(6):
+            scratch.allocate(MIB)
+            sizes.append(scratch.nbytes // MIB)
+        assert sizes == [1, 2, 4, 4, 8, 8]
+        scratch.close()
+
+
 @pytest.mark.parametrize("directories", [1, 3])
 def test_it_grows_as_asked_and_what_is_free_is_used_again(tmp_path: Path, directories: int) -> None:
     paths = [tmp_path / str(index) for index in range(directories)]
