@@ -711,6 +711,26 @@ def test_who_computes_with_what_is_paged_out_is_told(tmp_path, recwarn):
     assert not recwarn.list
 
 
+def test_who_asks_a_parameter_at_rest_for_more_than_its_values_is_not_told(tmp_path):
+    model = mlp()
+    arrived = []
+    with offload(model, tmp_path), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        weight = model[0].weight
+        weight.retain_grad()
+        assert not weight.is_shared()
+        assert weight.is_same_size(torch.zeros(70, 6))
+        assert weight.dim_order() == (0, 1)
+        assert torch.result_type(weight, torch.zeros((), dtype=torch.float64)) is torch.float32
+        # As it was found before there was `register_post_accumulate_grad_hook`; who computes otherwise is told.
+        node = weight.expand_as(weight).grad_fn.next_functions[0][0]
+        node.register_hook(lambda *_: arrived.append(1))
+        model(torch.ones(2, 6)).sum().backward()
+        with pytest.raises(RuntimeWarning, match="expand_as was given a parameter whose values are paged out"):
+            model[0].bias.expand_as(torch.ones(2, 70))
+    assert arrived == [1]
+
+
 def test_hooks_after_accumulation_see_the_gradient_only_if_they_were_there_first(tmp_path):
     model = mlp()
     seen = []

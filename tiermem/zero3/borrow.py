@@ -32,7 +32,8 @@ _SHOWING = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 _ASKING = (
     *("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "get_device"),
     *("is_floating_point", "is_complex", "is_contiguous", "is_signed", "is_pinned", "data_ptr", "untyped_storage"),
-    *("is_conj", "is_neg", "is_inference", "_is_view"),
+    *("is_conj", "is_neg", "is_inference", "_is_view", "is_shared", "is_distributed", "is_same_size", "is_set_to"),
+    *("dim_order", "storage", "retain_grad", "result_type"),
     *("__len__", "__hash__", "__repr__", "__format__", "register_hook", "register_post_accumulate_grad_hook"),
 )
 _MAKING = (
@@ -40,7 +41,7 @@ _MAKING = (
     *("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"),
 )
 # What computes nothing, and so is not warned of (what is then computed from `data` is); `view_as` is how torch asks for
-# a leaf's node of the graph.
+# a leaf's node of the graph, and `p.expand_as(p)` how others do.
 _ASIDE = frozenset(("data", "detach", "view_as"))
 # What is done to all parameters of a model: `Module.to`, and the like.
 _CONVERTING = frozenset(
@@ -80,7 +81,7 @@ class Borrowing:
         # Without units it is at most what was detached of a parameter at rest.
         if not units or not self._is_computing((*args, *kwargs.values())):
             if next(absent_in(read), None) is not None:
-                _warn(function)
+                _warn(function, args)
             return operation()
         try:
             self._before(None, tuple(units), own)
@@ -106,10 +107,12 @@ def _attribute(function: Callable[..., Any]) -> str:
     return getattr(getattr(function, "__self__", None), "__name__", "")
 
 
-def _warn(function: Callable[..., Any]) -> None:
+def _warn(function: Callable[..., Any], args: Sequence[Any]) -> None:
     """Warn of numbers made of placeholders; not of what shows or converts a whole model, which has no use for them."""
     name = _attribute(function) or getattr(function, "__name__", "")
     if name in _ASIDE or name in _CONVERTING or name.startswith("_has_"):
+        return
+    if name == "expand_as" and args[0] is args[-1]:
         return
     frame, level = sys._getframe(), 1  # noqa: SLF001 - documented
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in ("tiermem", "torch"):
