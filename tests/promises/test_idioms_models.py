@@ -711,6 +711,18 @@ def test_who_computes_with_what_is_paged_out_is_told(tmp_path, recwarn):
     assert not recwarn.list
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_parameters_at_rest_are_told_apart_by_their_addresses(dtype, tmp_path):
+    """As people do who count tied parameters once, or ask whether a head is tied."""
+    model = Stack()
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    with offload(model, tmp_path, param_dtype=dtype):
+        named = dict(model.named_parameters(remove_duplicate=False))
+        for address in (lambda p: p.data_ptr(), lambda p: p.untyped_storage().data_ptr(), lambda p: p.data.data_ptr()):
+            assert sum({address(p): p.numel() for p in named.values()}.values()) == numbers
+            assert address(model.head.weight) == address(model.embed.weight)
+
+
 def test_who_asks_a_parameter_at_rest_for_more_than_its_values_is_not_told(tmp_path):
     model = mlp()
     arrived = []

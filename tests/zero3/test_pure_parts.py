@@ -256,12 +256,16 @@ def test_placeholders_are_truthful_and_free():
     placeholders = Placeholders()
     cpu = torch.device("cpu")
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool):
-        standing = placeholders.of((1000, 1000), dtype, cpu)
+        standing = placeholders.of(7, (1000, 1000), dtype, cpu)
         assert standing.shape == (1000, 1000)
         assert standing.dtype == dtype
         assert standing.untyped_storage().nbytes() == dtype.itemsize
     placeholders.check("nothing")
-    placeholders.of((3,), torch.bfloat16, cpu).fill_(1)
-    with pytest.raises(TiermemError, match="bfloat16"):
-        placeholders.check("unit u")
-    placeholders.check("it is mended")
+    of_many = [placeholders.of(number, (3,), torch.bfloat16, cpu) for number in range(600)]
+    assert len({standing.untyped_storage().data_ptr() for standing in of_many}) == 600
+    for number in (7, 300, 599):
+        of_many[number].fill_(1)
+        with pytest.raises(TiermemError, match="bfloat16"):
+            placeholders.check("unit u")
+        placeholders.check("it is mended")
+        assert all(standing.isnan().all() for standing in of_many)

@@ -260,7 +260,7 @@ class Gatherer:
         state = self._units[unit]
         for parameter, slot in zip(state.parameters, state.layout.slots, strict=True):
             self.absence.end(parameter)
-            parameter.data = self._placeholders.of(slot.shape, slot.dtype, parameter.device)
+            parameter.data = self._placeholders.of(slot.parameter, slot.shape, slot.dtype, parameter.device)
             self.absence.begin(parameter)
 
     def explain(self, unit: int) -> str:

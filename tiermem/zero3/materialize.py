@@ -135,7 +135,7 @@ class Materializer:
         for shard, unit in zip(shards, divided.units, strict=True):
             members = {member.number: member for member in unit.members}
             for slot in shard.layout.slots:
-                standing = self.placeholders.of(slot.shape, slot.dtype, self.device)
+                standing = self.placeholders.of(slot.parameter, slot.shape, slot.dtype, self.device)
                 member = members[slot.parameter]
                 parameters[slot.parameter] = _replace(member, member.parameter, standing)
         return [parameters[number] for number in range(len(parameters))]
@@ -243,7 +243,7 @@ class Materializer:
                 # The last reference to the original values, unless their owner keeps one.
                 del flat, values
                 if not parameter.is_meta:
-                    parameter.data = self.placeholders.of(slot.shape, slot.dtype, self.device)
+                    parameter.data = self.placeholders.of(slot.parameter, slot.shape, slot.dtype, self.device)
         except BaseException as error:
             lease.fail(error)
             raise

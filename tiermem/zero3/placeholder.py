@@ -1,40 +1,44 @@
 """What stands in for a parameter while its unit is sharded.
 
-Owns one scalar per dtype and device, expanded to any shape. Does not know units. Guarantees true shape, dtype and
-device at no memory, that reading a floating-point placeholder gives NaN, and that a write into one is noticed.
+Owns one scalar per parameter, dtype and device, expanded to any shape. Does not know units. Guarantees true shape,
+dtype and device at no memory, that reading a floating-point placeholder gives NaN, and that a write into one is
+noticed.
 
 A write into an expanded tensor mostly raises in torch itself, but `fill_`, `zero_` and writes into tensors of one
-element go through and change the shared scalar. `check` finds them.
+element go through and change the scalar. `check` finds them.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 
 from tiermem.errors import TiermemError
 
+_IN_A_ROW = 256
+
 
 class Placeholders:
-    """The shared scalars behind all placeholders of a model."""
+    """The scalars behind all placeholders of a model, one for each parameter.
+
+    No two have an address, or in host memory a storage, in common: by these people tell which parameters are tied.
+    """
 
     def __init__(self) -> None:
-        self._scalars: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
-        self._expanded: dict[tuple[tuple[int, ...], torch.dtype, torch.device], torch.Tensor] = {}
+        self._rows: dict[tuple[int, torch.dtype, torch.device], _Row] = {}
+        self._expanded: dict[tuple[int, tuple[int, ...], torch.dtype, torch.device], torch.Tensor] = {}
         self._addresses: set[int] = set()
-        self._watches: list[Callable[[], bool]] = []  # whether each scalar is still what it was
 
-    def of(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return a tensor of this shape, dtype and device that has no storage of its own."""
-        found = self._expanded.get((shape, dtype, device))
+    def of(self, parameter: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a tensor of this shape, dtype and device, for a parameter by number, without room for its elements."""
+        found = self._expanded.get((parameter, shape, dtype, device))
         if found is None:
-            scalar = self._scalars.get((dtype, device))
-            if scalar is None:
-                scalar = self._scalars[dtype, device] = _marker(dtype, device)
-                self._addresses.add(scalar.data_ptr())
-                self._watches.append(_watch(scalar))
-            found = self._expanded[shape, dtype, device] = scalar.expand(shape)
+            number, place = divmod(parameter, _IN_A_ROW)
+            row = self._rows.get((number, dtype, device))
+            if row is None:
+                row = self._rows[number, dtype, device] = _Row(dtype, device)
+            scalar = row.scalar(place)
+            self._addresses.add(scalar.data_ptr())
+            found = self._expanded[parameter, shape, dtype, device] = scalar.expand(shape)
         return found
 
     def owns(self, tensor: torch.Tensor) -> bool:
@@ -53,13 +57,11 @@ class Placeholders:
 
         The scalars are mended first, so that one such write is reported once.
         """
-        if all(unwritten() for unwritten in self._watches):
-            return
-        written = [key for key, scalar in self._scalars.items() if not _is_marker(scalar)]
-        for dtype, device in written:
-            self._scalars[dtype, device].copy_(_marker(dtype, device))
+        written = [key for key, row in self._rows.items() if not row.is_unwritten()]
+        for key in written:
+            self._rows[key].mend()
         if written:
-            dtypes = ", ".join(str(dtype) for dtype, _ in written)
+            dtypes = ", ".join(dict.fromkeys(str(dtype) for _, dtype, _ in written))
             raise TiermemError(
                 f"a parameter ({dtypes}) was written while its values were paged out; noticed while gathering {names}. "
                 "The write is lost. Use `with runtime.gathered(module_or_parameters, write=True):` around it"
@@ -90,13 +92,30 @@ def _marker(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.full((), marker_value(dtype), dtype=dtype, device=device)
 
 
-def _watch(scalar: torch.Tensor) -> Callable[[], bool]:
-    """Whether a scalar is a marker, asked of its bytes: an operation of torch's costs more, and lets others run."""
-    if scalar.device.type != "cpu":
-        return lambda: True
-    kept = bytes(scalar.reshape(1).view(torch.uint8).numpy())
-    now = scalar.reshape(1).view(torch.uint8).numpy().data
-    return lambda: now == kept
+class _Row:
+    """Scalars side by side, so that one look at their bytes finds what was written into any."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._marker = _marker(dtype, device)
+        self._markers = self._marker.repeat(_IN_A_ROW)
+        # Bytes of ours: an operation of torch's costs more, and lets others run. On a device it would be waited for.
+        self._bytes = self._markers.view(torch.uint8).numpy() if device.type == "cpu" else None
+        self._kept = b"" if self._bytes is None else self._bytes.tobytes()
+
+    def scalar(self, place: int) -> torch.Tensor:
+        """One of them, 0-d; in host memory a storage of its own."""
+        if self._bytes is None:
+            return self._markers[place]
+        nbytes = self._marker.element_size()
+        return torch.from_numpy(self._bytes[place * nbytes :][:nbytes]).view(self._marker.dtype)[0]
+
+    def is_unwritten(self) -> bool:
+        """Whether all are still what they were; of those on a device nobody asks."""
+        return self._bytes is None or self._bytes.data == self._kept
+
+    def mend(self) -> None:
+        """Make them what they were."""
+        self._markers.copy_(self._marker)
 
 
 def _is_marker(scalar: torch.Tensor) -> bool:
