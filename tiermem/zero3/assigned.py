@@ -50,14 +50,13 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._known: dict[int, tuple[nn.Module, str, nn.Parameter]] = {}
-        # By identity, too: a conversion gives a parameter other memory.
-        self._objects: dict[int, tuple[nn.Module, str, nn.Parameter]] = {}
+        self._known: dict[int, Form] = {}  # parameters, by memory
+        # By identity, too: a conversion gives a parameter other memory, and a place may be another's by now.
+        self._objects: dict[int, Form] = {}
         # Constants on their way into a parameter (`weight[0] = 3.0`): torch brings them to its device first.
         self._constants: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._forms: dict[int, Form] = {}  # by memory
-        self._writes: dict[int, Writes] = {}  # by identity, too: a place may be another parameter's by now
-        self._sources: dict[int, list[tuple[nn.Parameter, Writes]]] = {}  # by the memory they were made of
+        self._forms: dict[int, Form] = {}  # what may become a parameter's `.data`, by memory
+        self._sources: dict[int, list[tuple[torch.Tensor, Writes]]] = {}  # by the memory they were made of
         self._copied: list[tuple[Writes, Begun, nn.Parameter, nn.Module, dict[int, Any]]] = []
         self._watch = ValueWatch()
         self._has_all = False
@@ -71,7 +70,6 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             parameter = module._parameters.get(name)  # noqa: SLF001 - getattr might compute it
             if parameter is not None and parameter.is_meta and id(parameter) not in self._objects:
                 writes.look(parameter)
-                self._writes[id(parameter)] = writes
                 self._know(module, name, parameter)
 
     def register(self, module: nn.Module, name: str, bare: nn.Parameter, values: torch.Tensor | None) -> None:
@@ -83,17 +81,16 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         memory = memory_of(bare)  # which may have been another's, before a conversion
         if values is None:
             self._recall(memory)
-        known = self._known[memory] if self._is_shown(memory) else self._objects.get(id(bare))
-        if known is not None and known[0] is module and known[1] == name:
-            if not self._is_whole(bare) and self._writes[id(known[2])].is_any:
+        known = self._holder(memory) or self._objects.get(id(bare))
+        if known is not None and known.module is module and known.name == name:
+            if not self._is_whole(bare) and known.writes.is_any:
                 self._know(module, name, bare).lose("made")
             return
         begin_anew(module, name)
         if known is not None:  # a tie, or taken from a module that may not be in the model
-            writes = self._writes[id(known[2])]
             if self._is_whole(bare):
-                share_writes(module, name, writes)
-            elif writes.is_any:
+                share_writes(module, name, known.writes)
+            elif known.writes.is_any:
                 writes_of(module, name, bare).lose("made")
             return
         writes = self._know(module, name, bare)
@@ -109,7 +106,7 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             writes.calls.append(assignment(values.detach()))
 
-    def _lies(self, bare: nn.Parameter, writes: Writes, source: Source) -> None:
+    def _lies(self, bare: torch.Tensor, writes: Writes, source: Source) -> None:
         writes.source = source
         self._sources.setdefault(source.storage.cdata, []).append((bare, writes))
 
@@ -183,11 +180,11 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def note(self, target: torch.Tensor, operation: Operation, frame: FrameType) -> None:
         """An operation, called from `frame`, writes into `target`, which has no storage."""
-        module, _, bare = self._find(target, frame)
-        if module is None or bare is None:
+        found = self._find(target, frame)
+        if found is None:
             self._forms.pop(memory_of(target), None)  # a parameter's values no longer
             return
-        writes = self._writes[id(bare)]
+        bare, module, _, writes = found
         if again := repeated_by(module, frame):
             writes.clear()
             given = module if again.is_reset else module_given(bare, frame)
@@ -213,14 +210,13 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not (isinstance(values, torch.Tensor) and target.is_meta):
             return values
         self._recall(memory_of(target))
-        module, name, bare = self._objects.get(id(target), (None, "", None))
-        if bare is not target:  # unknown as yet: of a deep copy
-            form = self._form(target)
-            module, name = (None, "") if form is None else (form.module, form.name)
-            bare = None if module is None else module._parameters.get(name)  # noqa: SLF001 - getattr might compute it
-        if module is None or bare is None or bare is not target:
-            return values
-        writes = self._writes.get(id(target)) or writes_of(module, name, target)
+        known = self._objects.get(id(target))
+        if known is None:  # as yet: of a deep copy
+            known = self._form(target)
+            if known is None or known.module._parameters.get(known.name) is not target:  # noqa: SLF001 - as in `_find`
+                return values
+            known = known._replace(writes=writes_of(known.module, known.name, target))
+        _, module, name, writes = known
         again = repeated_by(module, frame)
         if not values.is_meta:
             shown = torch.empty_like(values, device="meta")
@@ -234,7 +230,7 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return shown
         memory, form = memory_of(values), self._form(values)
         own = memory == memory_of(target) or (form is not None and (form.module, form.name) == (module, name))
-        if self._is_shown(memory) and not own:
+        if not own and self._holder(memory):
             return values  # another's: a tie, which `guards` refuse
         there = writes if form is None or memory == memory_of(target) else form.writes
         if again:
@@ -257,14 +253,14 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if made is not None and names and writes.begun is begun:
                 share_writes(made, names[0], writes)
                 writes.begun = replace(begun, owner=weakref.ref(made))
-        for module, name, bare in self._objects.values():
+        for bare, module, name, writes in self._objects.values():
             here = module._parameters.get(name) is bare and bare.is_meta  # noqa: SLF001 - getattr might compute it
-            if here and not self._is_shown(memory_of(bare)):
+            if here and not self._holder(memory_of(bare)):
                 self._came(module, name, bare)
             is_counted = here and not bare.is_inference()
-            self._writes[id(bare)].looked = (id(bare), version(bare)) if is_counted else None
+            writes.looked = (id(bare), version(bare)) if is_counted else None
 
-    def _came(self, module: nn.Module, name: str, bare: nn.Parameter) -> None:
+    def _came(self, module: nn.Module, name: str, bare: torch.Tensor) -> None:
         """The parameter is found in memory that is not known to be its own."""
         is_new, form = id(bare) not in self._objects, self._form(bare)
         writes = self._know(module, name, bare)
@@ -273,7 +269,7 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif not is_new:
             writes.lose("torch.utils.swap_tensors")
 
-    def _take(self, each: Any, bare: nn.Parameter, writes: Writes) -> Any:
+    def _take(self, each: Any, bare: torch.Tensor, writes: Writes) -> Any:
         """What is kept of an argument: the place of the parameter's own elements, a copy of other values."""
         if not isinstance(each, torch.Tensor):
             return each
@@ -287,53 +283,48 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         writes.needs_stride |= not whole
         return View(tuple(each.shape), tuple(each.stride()), int(each.storage_offset()), whole)
 
-    def _know(self, module: nn.Module, name: str, bare: nn.Parameter) -> Writes:
+    def _know(self, module: nn.Module, name: str, bare: torch.Tensor) -> Writes:
         """Note that this parameter is, or is about to be, in that place; returns the record of it."""
-        self._known[memory_of(bare)] = self._objects[id(bare)] = module, name, bare
-        return self._writes.setdefault(id(bare), writes_of(module, name, bare))
+        form = Form(bare, module, name, writes_of(module, name, bare))
+        form = form._replace(writes=self._objects.get(id(bare), form).writes)
+        self._known[memory_of(bare)] = self._objects[id(bare)] = form
+        return form.writes
 
-    def _is_shown(self, memory: int) -> bool:
-        """Whether that is the memory of a parameter that is known by it."""
-        return memory in self._known and memory_of(self._known[memory][2]) == memory
+    def _holder(self, memory: int) -> Form | None:
+        """The parameter that is known by this memory, and still has it."""
+        form = self._known.get(memory)
+        return form if form is not None and memory_of(form.values) == memory else None
 
     def _is_whole(self, values: torch.Tensor) -> bool:
         """Whether what is shown of a parameter, or of a form of its values, is all of it, the way that lies there."""
-        memory, all_of_it = memory_of(values), values
-        if self._is_shown(memory):
-            all_of_it = self._known[memory][2]
-        elif memory in self._forms:
-            all_of_it = self._forms[memory][0]
-        return _place(values) == _place(all_of_it)
+        form = self._holder(memory_of(values)) or self._forms.get(memory_of(values))
+        return form is None or _place(values) == _place(form.values)
 
     def _form(self, values: torch.Tensor) -> Form | None:
         """Whose values these are, in whatever form, as of now."""
-        memory = memory_of(values)
         if values.is_meta:
-            self._recall(memory)
-        if self._is_shown(memory):
-            module, name, bare = self._known[memory]
-            return Form(bare, module, name, self._writes[id(bare)])
-        return self._forms.get(memory)
+            self._recall(memory_of(values))
+        return self._holder(memory_of(values)) or self._forms.get(memory_of(values))
 
     def _show(self, values: torch.Tensor, module: nn.Module, name: str, writes: Writes) -> None:
         """These are values of the module's parameter, as it is now: it may be given them later."""
         self._forms[memory_of(values)] = Form(values, module, name, writes.as_now())
 
-    def _find(self, target: torch.Tensor, frame: FrameType) -> tuple[nn.Module | None, str, nn.Parameter | None]:
+    def _find(self, target: torch.Tensor, frame: FrameType) -> Form | None:
         """Whose parameter the target shows; one with other memory than it began with is looked for on the stack."""
         memory = memory_of(target)
         self._recall(memory)
-        if self._is_shown(memory):
-            return self._known[memory]
-        form = self._form(target)
+        if known := self._holder(memory):
+            return known
+        form = self._forms.get(memory)
         places = [(form.module, form.name)] if form is not None else []
         working = ((module, name) for module in modules_at_work(frame) for name in module._parameters)  # noqa: SLF001
         for module, name in itertools.chain(places, working):
             parameter = module._parameters.get(name)  # noqa: SLF001 - getattr might compute it
             if parameter is not None and parameter.is_meta and memory_of(parameter) == memory:
                 self._came(module, name, parameter)
-                return module, name, parameter
-        return None, "", None
+                return self._objects[id(parameter)]
+        return None
 
 
 class _LostError(Exception):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 _EMBEDDINGS = (nn.Embedding.__init__.__code__, nn.EmbeddingBag.__init__.__code__)
@@ -86,7 +87,7 @@ def _assigned(code: CodeType) -> frozenset[str]:
     return frozenset(name for found, kind in names for name in (found[:1] if kind == "STORE_FAST_LOAD_FAST" else found))
 
 
-def module_given(bare: nn.Parameter, frame: FrameType | None) -> nn.Module | None:
+def module_given(bare: torch.Tensor, frame: FrameType | None) -> nn.Module | None:
     """Of the modules that `_init_weights` is called with, the one that has this parameter itself."""
     while frame is not None:
         if frame.f_code.co_name == _OWN_INIT:

@@ -142,7 +142,7 @@ class Writes:
 
 
 class Form(NamedTuple):
-    """The values of a parameter in other memory, on their way to be its `.data`, and what was written into them."""
+    """A parameter, or its values in other memory, on their way to be its `.data`; what was written into them."""
 
     values: torch.Tensor
     module: nn.Module
