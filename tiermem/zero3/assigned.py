@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from tiermem.zero3.at_work import is_given, module_given, modules_at_work, repeated_by
+from tiermem.zero3.at_work import calls_from, is_given, module_given, modules_at_work, repeated_by
 from tiermem.zero3.engine import version
 from tiermem.zero3.made import Source, ValueWatch, memory_of
 from tiermem.zero3.operations import (
@@ -151,21 +151,20 @@ class WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note_constant(result, func, args, given)
         return result
 
-    def _note_copy(self, original: torch.Tensor, result: torch.Tensor, frame: FrameType | None) -> None:
+    def _note_copy(self, original: torch.Tensor, result: torch.Tensor, frame: FrameType) -> None:
         """A deep copy of a module gets the records of the original: nobody registers its parameters."""
-        while frame is not None and frame.f_code is not _RECONSTRUCT:
-            frame = frame.f_back
-        if frame is None or not isinstance(frame.f_locals["x"], nn.Module):
+        found = next((each.f_locals for each in calls_from(frame) if each.f_code is _RECONSTRUCT), None)
+        if found is None or not isinstance(found["x"], nn.Module):
             return
-        copied, made = frame.f_locals["x"], frame.f_locals["y"]
+        copied, made, copies = found["x"], found["y"], found["memo"]
         for attribute, parameter in copied._parameters.items():  # noqa: SLF001
             if parameter is not None and memory_of(parameter) == memory_of(original):
-                copy_writes(copied, attribute, made, attribute, frame.f_locals["memo"])
+                copy_writes(copied, attribute, made, copies)
                 writes = writes_of(made, attribute, result)
                 self._show(result, made, attribute, writes)
                 owner = writes_of(copied, attribute, parameter).begun.owner()
                 if owner is not None and owner is not copied:
-                    self._copied.append((writes, writes.begun, parameter, owner, frame.f_locals["memo"]))
+                    self._copied.append((writes, writes.begun, parameter, owner, copies))
 
     def _keep(self, writes: Writes, values: torch.Tensor) -> None:
         if all_equal(values) or values.numel() * values.itemsize <= _KEPT_NBYTES:

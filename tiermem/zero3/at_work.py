@@ -29,12 +29,19 @@ class Repeated(NamedTuple):
     is_reset: bool
 
 
-def is_given(module: nn.Module, frame: FrameType | None) -> bool:
+def calls_from(frame: FrameType) -> Iterator[FrameType]:
+    """The calls that are running, from this one on, the innermost first."""
+    each: FrameType | None = frame
+    while each is not None:
+        yield each
+        each = each.f_back
+
+
+def is_given(module: nn.Module, frame: FrameType) -> bool:
     """Whether an embedding is being made of weights that it was given, and then does not initialise."""
-    while frame is not None:
-        if frame.f_code in _EMBEDDINGS and frame.f_locals["self"] is module:
-            return frame.f_locals["_weight"] is not None
-        frame = frame.f_back
+    for each in calls_from(frame):
+        if each.f_code in _EMBEDDINGS and each.f_locals["self"] is module:
+            return each.f_locals["_weight"] is not None
     return False
 
 
@@ -42,8 +49,7 @@ def repeated_by(module: nn.Module, frame: FrameType) -> Repeated | None:
     """Which function that is called again does this; None: another, or one that was given more than it will be."""
     inits: dict[CodeType | None, FrameType] = {}
     reset = False
-    each: FrameType | None = frame
-    while each is not None:
+    for each in calls_from(frame):
         name = each.f_code.co_name
         if name in _RESETS and _first(each) is module:
             if not _is_as_again(each, getattr(module, name)):
@@ -58,7 +64,6 @@ def repeated_by(module: nn.Module, frame: FrameType) -> Repeated | None:
                 return None
             if called is not None:
                 return Repeated(working, is_reset=reset)
-        each = each.f_back
     return Repeated(module, is_reset=True) if reset else None
 
 
@@ -87,15 +92,14 @@ def _assigned(code: CodeType) -> frozenset[str]:
     return frozenset(name for found, kind in names for name in (found[:1] if kind == "STORE_FAST_LOAD_FAST" else found))
 
 
-def module_given(bare: torch.Tensor, frame: FrameType | None) -> nn.Module | None:
+def module_given(bare: torch.Tensor, frame: FrameType) -> nn.Module | None:
     """Of the modules that `_init_weights` is called with, the one that has this parameter itself."""
-    while frame is not None:
-        if frame.f_code.co_name == _OWN_INIT:
-            for name in inspect.getargs(frame.f_code).args:
-                given = frame.f_locals.get(name)
-                if isinstance(given, nn.Module) and any(bare is each for each in given._parameters.values()):  # noqa: SLF001
+    for each in calls_from(frame):
+        if each.f_code.co_name == _OWN_INIT:
+            for name in inspect.getargs(each.f_code).args:
+                given = each.f_locals.get(name)
+                if isinstance(given, nn.Module) and any(bare is own for own in given._parameters.values()):  # noqa: SLF001
                     return given
-        frame = frame.f_back
     return None
 
 
@@ -114,13 +118,12 @@ def own_init(module: nn.Module) -> Callable[[nn.Module], object] | None:
     return own
 
 
-def modules_at_work(frame: FrameType | None) -> Iterator[nn.Module]:
+def modules_at_work(frame: FrameType) -> Iterator[nn.Module]:
     """The modules whose methods are running, the innermost first, each with its parts."""
-    while frame is not None:
-        working = _first(frame)
+    for each in calls_from(frame):
+        working = _first(each)
         if working is not None:
             yield from working.modules()
-        frame = frame.f_back
 
 
 def _first(frame: FrameType) -> nn.Module | None:

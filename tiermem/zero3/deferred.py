@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
-import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.weak import WeakIdKeyDictionary
 
 from tiermem.zero3.assigned import WriteRecorder
 from tiermem.zero3.engine import successor
@@ -47,7 +47,7 @@ def deferred_init() -> Iterator[None]:
         yield  # all is seen already
         return
     recorder, thread = WriteRecorder(), threading.get_ident()
-    moved: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
+    moved: MutableMapping[nn.Parameter, nn.Parameter] = WeakIdKeyDictionary()
 
     def move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or is_lazy(parameter) or threading.get_ident() != thread:
@@ -55,11 +55,9 @@ def deferred_init() -> Iterator[None]:
         if parameter.is_meta:
             recorder.register(module, name, parameter, None)
             return None
-        known = moved.get(id(parameter))
-        # The number of an object that is gone may be given to another one.
-        same = known is not None and known[0]() is parameter
-        bare = known[1] if known is not None and same else _without_storage(parameter)
-        moved[id(parameter)] = (weakref.ref(parameter), bare)
+        bare = moved.get(parameter)
+        if bare is None:
+            bare = moved[parameter] = successor(parameter, torch.empty_like(parameter, device="meta"))
         recorder.register(module, name, bare, parameter)
         return bare
 
@@ -96,7 +94,3 @@ class InitialiserWatch(TorchFunctionMode):
             if asking is not None:
                 self._recorder.note(args[0], asking, frame)
         return result
-
-
-def _without_storage(parameter: nn.Parameter) -> nn.Parameter:
-    return successor(parameter, torch.empty_like(parameter, device="meta"))

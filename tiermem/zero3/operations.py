@@ -16,6 +16,7 @@ import torch
 from torch.nn import init
 from torch.utils._pytree import tree_map
 
+from tiermem.zero3.at_work import calls_from
 from tiermem.zero3.made import memory_of
 
 # Operations after which nothing is left of the values before, if they go to all elements.
@@ -71,10 +72,7 @@ def initialiser_at_work(frame: FrameType) -> Operation | None:
 
 def orthogonal_at_work(frame: FrameType) -> Operation | None:
     """The call of `orthogonal_` that writes. In torch 2.11 it does not ask: it computes without values, and copies."""
-    each: FrameType | None = frame
-    while each is not None and each.f_code is not _ORTHOGONAL:
-        each = each.f_back
-    return None if each is None else initialiser_at_work(each)
+    return next((initialiser_at_work(each) for each in calls_from(frame) if each.f_code is _ORTHOGONAL), None)
 
 
 def targets_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:

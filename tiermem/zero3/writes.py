@@ -174,8 +174,8 @@ def share_writes(module: nn.Module, name: str, writes: Writes) -> None:
     _records.setdefault(module, {})[name] = writes
 
 
-def copy_writes(module: nn.Module, name: str, copy: nn.Module, as_name: str, copies: Mapping[int, Any]) -> None:
-    """The parameter `as_name` of `copy` is a copy of the module's, with all that was written into it.
+def copy_writes(module: nn.Module, name: str, copy: nn.Module, copies: Mapping[int, Any]) -> None:
+    """The parameter of `copy` is a copy of the module's, with all that was written into it.
 
     `copies`: what else was copied with it, by identity.
     """
@@ -185,7 +185,7 @@ def copy_writes(module: nn.Module, name: str, copy: nn.Module, as_name: str, cop
         writes.calls = [each if isinstance(each, (Draw, Conversion)) else Draw(each) for each in writes.calls]
         by = tuple(weakref.ref(copies.get(id(each()), each())) for each in writes.begun.by if each() is not None)
         copied = replace(writes.as_now(), begun=replace(writes.begun, owner=weakref.ref(copy), by=by), source=None)
-        _records.setdefault(copy, {})[as_name] = copied
+        _records.setdefault(copy, {})[name] = copied
 
 
 def forget_writes(model: nn.Module) -> None:
