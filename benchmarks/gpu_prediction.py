@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from train_step import Contender
 from workloads import WORKLOADS
 
-from tiermem.cli import measure as measuring
+from tiermem.cli.measure import measure_machine
 from tiermem.cli.measure_layer import LayerShape
 from tiermem.cli.modelwork import model_workload
 from tiermem.cli.plan import plan_settings
@@ -35,8 +36,6 @@ def predict_steps(
 
     `contenders`: of tiermem, all with one device. Raises ConfigError where the machine cannot be measured.
     """
-    if quick:
-        measuring.ANY_LAYER = _SMALL_LAYER
     work = WORKLOADS[workload]
     with torch.device("meta"):
         model = work.model().config
@@ -47,10 +46,8 @@ def predict_steps(
         config = Config(**settings, param_dtype="bfloat16", swap_dirs=[str(directory)])
         if machine is None:
             seconds, drive_seconds = _QUICK_SECONDS if quick else _SECONDS
-            few = {"nbytes": _FEW_BYTES} if quick else {}
-            machine = measuring.measure_machine(
-                [directory], config, seconds=seconds, drive_seconds=drive_seconds, **few
-            )
+            few: dict[str, Any] = {"nbytes": _FEW_BYTES, "layer": _SMALL_LAYER} if quick else {}
+            machine = measure_machine([directory], config, seconds=seconds, drive_seconds=drive_seconds, **few)
         step = model_workload(model, workload, batch=work.rows, seq=work.length, batches=1, settings=config)
         simulation, _ = simulate_quickly(
             make_design(step, machine, plan_settings(config, machine, 1, step, commits=config.commits))

@@ -26,7 +26,7 @@ from swap import AlignedBuffer, EngineSettings, Extent, Request, SwapSpace, free
 from tiermem.cli.abandoned import remove_abandoned
 from tiermem.cli.disk import require_directory
 from tiermem.cli.measure_device import device_room, is_real, measure_device, rates_key
-from tiermem.cli.measure_layer import ANY_LAYER, in_time, layer_flops, slowed, train_layer
+from tiermem.cli.measure_layer import ANY_LAYER, LayerShape, in_time, layer_flops, slowed, train_layer
 from tiermem.cli.timing import mean_seconds, median_seconds, seconds_of
 from tiermem.config import Config, resolve_host_memory
 from tiermem.errors import ConfigError
@@ -70,22 +70,25 @@ def measure_machine(
     seconds: float = SECONDS,
     drive_seconds: float = _DRIVE_SECONDS,
     nbytes: int = _PROBE_BYTES,
+    layer: LayerShape | None = None,
 ) -> Machine:
     """Measure drives, processors and the device of `config`.
 
-    About `seconds` for each rate, and `drive_seconds` for each pattern on the drives. Raises ConfigError for a
-    directory that is missing or full and for a device that is not there, SwapError for a directory that cannot be used.
+    About `seconds` for each rate, and `drive_seconds` for each pattern on the drives. `layer`: what processors compute,
+    `ANY_LAYER` if None. Raises ConfigError for a directory that is missing or full and for a device that is not there,
+    SwapError for a directory that cannot be used.
     """
     config = config or Config(device="cpu", swap_dirs=[str(directory) for directory in directories])
     beside_device = is_real(config)
     numel, update = _LARGE_TILE if beside_device else _TILE, functools.partial(_update, beside_device=beside_device)
-    shape = in_time(torch.bfloat16, CPU, ANY_LAYER, seconds)
+    layer = ANY_LAYER if layer is None else layer
+    shape = in_time(torch.bfloat16, CPU, layer, seconds)
     train, renew = train_layer(torch.bfloat16, CPU, shape), update(torch.bfloat16)
     with nullcontext() if beside_device else _repeating(train):
         drive = measure_drive(directories, seconds=drive_seconds, nbytes=nbytes)
     products, updates, copies = {}, {}, {}
     for name, dtype in DTYPES.items():
-        products[name] = slowed(layer_flops(dtype, CPU, seconds, ANY_LAYER), ANY_LAYER, BESIDES_SECONDS)
+        products[name] = slowed(layer_flops(dtype, CPU, seconds, layer), layer, BESIDES_SECONDS)
         updates[name] = numel / median_seconds(update(dtype), seconds)
         copies[name] = _TILE * dtype.itemsize / median_seconds(_move_gradient(dtype), seconds)
     beside_update, beside_compute = _beside(train, renew, seconds)
