@@ -159,15 +159,14 @@ class _Span:
         self.kind, self.name = kind, name
         self.bare = memory_of(tensor) if tensor.is_meta else 0
         self.changes = kind == "parameter" and bool(tensor.requires_grad or (self.bare and source is None))
-        stride, offset = (
-            (tensor.stride(), tensor.storage_offset()) if source is None else (source.stride, source.offset)
-        )
-        if source is not None:
+        if source is None:
+            stride, offset, address = tensor.stride(), tensor.storage_offset(), tensor.data_ptr()
+        else:
+            stride, offset, address = source.stride, source.offset, source.address
             self.bare = source.storage.cdata if source.storage.expired() else 0  # type: ignore[no-untyped-call]
         steps = [each * tensor.element_size() for each in stride]
         span = sum((size - 1) * step for size, step in zip(tensor.shape, steps, strict=True)) + tensor.element_size()
         # numpy takes an address of 0 for none.
-        address = tensor.data_ptr() if source is None else source.address
         self.begin = 1 + offset * tensor.element_size() if self.bare else address
         self.end = self.begin + span
         self.__array_interface__ = {  # numpy knows no bfloat16, but elements of any size
@@ -297,12 +296,8 @@ def _apart(values: torch.Tensor) -> torch.Tensor:
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether they show the same elements: whoever has one may have given it others."""
-    return (one.data_ptr(), one.dtype, one.shape, one.stride()) == (
-        other.data_ptr(),
-        other.dtype,
-        other.shape,
-        other.stride(),
-    )
+    first, second = ((each.data_ptr(), each.dtype, each.shape, each.stride()) for each in (one, other))
+    return first == second
 
 
 class _Loading(BoundHook):

@@ -71,9 +71,7 @@ class GradientStore(StepGradients):
 
         Not while another unit's tiles are held: the budget has room for those of one.
         """
-        if unit is None or not self._hold_tiles or self._held is not None or self._asked.is_open:
-            return
-        if unit in self.apart:
+        if unit is None or unit in self.apart or not self._hold_tiles or self._held is not None or self._asked.is_open:
             return
         layout = self._layouts[unit]
         if layout.tiles:
