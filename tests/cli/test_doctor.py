@@ -98,8 +98,12 @@ def test_a_drive_is_judged(change: dict[str, Any], advice: str) -> None:
     assert advice in finding.change
     assert bool(advice) == bool(finding.change)
     if not change:
-        assert "100.0 billion parameters in bfloat16" in finding.means
+        assert "about 100 billion parameters in bfloat16" in finding.means
         assert finding.found.endswith("direct I/O, blocks of 512, solid state, Fast 2TB")
+
+
+def test_a_small_drive_has_room_for_more_than_nothing() -> None:
+    assert "about 0.00224 billion parameters" in about_drive(replace(DRIVE, free_bytes=31_373_000)).means
 
 
 @pytest.mark.parametrize("change", [{"exists": False}, {"writable": False}, {"refusal": "a quota"}])

@@ -128,6 +128,18 @@ def test_a_number_of_parameters_is_named_as_people_write_it(number: str, said: s
 
 
 @pytest.mark.usefixtures("nothing_doubled")
+@pytest.mark.parametrize(("host_memory", "code"), [("8MiB", 0), ("16KiB", 1)])
+def test_a_device_that_is_not_there_has_no_bytes(
+    capsys: pytest.CaptureFixture[str], host_memory: str, code: int
+) -> None:
+    plan = ["plan", "llama-tiny", "--machine", "laptop", "--host-memory", host_memory, "--device-memory", "1GiB"]
+    assert main.run([*plan, "--json"]) == code
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["device_bytes"] == 0
+    assert ("device_memory is not used" in captured.err) is (code == 0)
+
+
+@pytest.mark.usefixtures("nothing_doubled")
 def test_one_unit_is_not_called_units(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["plan", "llama-tiny", "--machine", "laptop", "--host-memory", "1GiB", "--zero-table"]) == 0
     printed = capsys.readouterr().out

@@ -151,7 +151,7 @@ def test_options_reach_the_configuration(plain_core: Any, tmp_path: Path) -> Non
 def test_a_dtype_that_the_processor_has_no_instructions_for_is_remarked(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, dtype: str, times: float, said: bool
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setattr(beginning, "times_float32", lambda dtype: times)
     assert main.run([*SHORT, "--param-dtype", dtype, "--json"]) == 0
     captured = capsys.readouterr()
@@ -159,6 +159,14 @@ def test_a_dtype_that_the_processor_has_no_instructions_for_is_remarked(
     assert first.startswith(f"{dtype} takes this processor at least 9 times as long as float32") is said
     assert first.startswith("step 1/2") is not said
     assert json.loads(captured.out)["steps"], "and nothing of it on stdout"
+
+
+@pytest.mark.parametrize(("more", "said"), [(("--device-memory", "1GiB"), True), (("--device-memory", "auto"), False)])
+def test_a_budget_for_a_device_that_is_not_there_is_said_to_be_unused(
+    capsys: pytest.CaptureFixture[str], more: tuple[str, ...], said: bool
+) -> None:
+    assert main.run([*SHORT, "--param-dtype", "float32", *more]) == 0
+    assert ("device_memory is not used" in capsys.readouterr().err) is said
 
 
 def test_a_home_directory_is_meant_by_a_tilde(

@@ -27,7 +27,7 @@ from tiermem.cli.disk import require_drawable, require_writable
 from tiermem.cli.options import checked_option, number_option, path_option, whole_option
 from tiermem.cli.terminal import print_object, print_table, terminal
 from tiermem.errors import ConfigError
-from tiermem.figures import format_seconds
+from tiermem.figures import format_number, format_seconds
 from tiermem.memory.sizes import parse_bytes
 from tiermem.output_file import write_whole
 
@@ -148,8 +148,10 @@ def measure(plan: Plan, console: Console) -> BenchReport:
     require_room(plan.order.directories, plan.order.nbytes)
     estimate = plan.estimate_seconds()
     console.print(
-        f"about {format_seconds(round(estimate))}; {plan.write_nbytes / 1e9:.1f} GB are written first, then measured",
+        f"about {format_seconds(round(estimate))}; {format_number(plan.write_nbytes / 1e9)} GB are written first, then "
+        "measured",
         highlight=False,
+        soft_wrap=True,
     )
     with BenchProgress(console, estimate) as progress:
         return run_bench(plan, progress.begins)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tiermem.cli.drives import DriveReport
+from tiermem.figures import format_number
 from tiermem.memory.sizes import format_bytes
 
 ENOUGH_FILES = 256
@@ -195,9 +196,8 @@ def about_drive(drive: DriveReport) -> Finding:
         return Finding(f"swap {drive.directory}", drive.to_line(), means, "choose another directory")
     parts = []
     if drive.free_bytes is not None:
-        parts.append(
-            f"room for about {drive.free_bytes / BYTES_PER_PARAMETER / 1e9:.1f} billion parameters in bfloat16"
-        )
+        billions = format_number(drive.free_bytes / BYTES_PER_PARAMETER / 1e9)
+        parts.append(f"room for about {billions} billion parameters in bfloat16")
     change = ""
     if drive.direct_io is False:
         change = "choose a directory on ext4 or xfs"

@@ -156,9 +156,10 @@ def to_object(prediction: Prediction, zero: list[ZeroRow] | None = None) -> dict
     settings, simulation, design = prediction.settings, prediction.simulation, prediction.design
     read = simulation.bytes_read if simulation else None
     written = simulation.bytes_written if simulation else None
+    device = design.device_budget if design else settings.device_memory
     found: dict[str, Any] = {
         "fits": prediction.fits,
-        "device_bytes": (design.device_budget if design else settings.device_memory) or 0,
+        "device_bytes": (device or 0) if prediction.machine.device is not None else 0,
         "host_bytes": settings.host_memory + settings.beside_pages,
         "swap_bytes": prediction.swap_bytes,
         "bytes_read_per_step": None if read is None else round(read),

@@ -16,6 +16,7 @@ from tiermem.cli.terminal import fail, print_object, print_table, terminal
 from tiermem.errors import TiermemError
 
 if TYPE_CHECKING:
+    from tiermem.config import Config
     from tiermem.planner.predict import Prediction
 
 
@@ -44,7 +45,7 @@ def plan(
     json: options.Json = False,
 ) -> None:
     """Say whether a model fits, where its bytes go, and how long a step takes. Exit code 1 if it does not fit."""
-    from tiermem.cli import beginning, disk, plan_plot
+    from tiermem.cli import disk, plan_plot
     from tiermem.cli import plan as planning
     from tiermem.cli.train import make_config, named_directories
     from tiermem.planner.parts import division_of
@@ -77,8 +78,16 @@ def plan(
         raise typer.Exit(fail(planning.missing_sentence(found), 1))
     if plot is not None:
         plan_plot.plot_plan(found, plot)
-    if machine is None and found.machine.device is None:
-        beginning.say_slow(settings.dtype, terminal(stderr=True))
+    _remark(found, settings, measured=machine is None)
+
+
+def _remark(found: Prediction, settings: Config, *, measured: bool) -> None:
+    from tiermem.cli import beginning
+
+    console, has_device = terminal(stderr=True), found.machine.device is not None
+    beginning.say_unused(settings, console, has_device=has_device)
+    if measured and not has_device:
+        beginning.say_slow(settings.dtype, console)
 
 
 def _refuse_two_machines(machine: str | None, measure: bool) -> None:

@@ -160,7 +160,7 @@ def run(
     chosen = tuning.chosen
     if measure is not None:
         for trial in dict.fromkeys([tuning.default, *tuning.best(best)]):
-            console.print(f"measuring {_words(trial, tuning.default)}", highlight=False)
+            console.print(f"measuring {_words(trial, tuning.default)}", highlight=False, soft_wrap=True)
             measured.append((trial, measure(tuned(config, trial, tuning.default))))
         default_seconds = measured[0][1]
         fastest, seconds = min(measured, key=lambda pair: pair[1])
