@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 import tiermem
-from tiermem.cli import main
+from tiermem.cli import beginning, main, tune_steps
 from tiermem.cli.machines import load_profile
 from tiermem.cli.tune import run
 from tiermem.planner import tuning
@@ -215,6 +215,35 @@ def test_without_measured_steps_no_disk_is_needed(
     monkeypatch.setattr("tiermem.cli.disk.free_together", lambda directories: 1)
     assert main.run([*QUICK, "--host-memory", "2MiB", "--steps", "0", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["measured_seconds"] is None
+
+
+def test_what_is_to_be_typed_next_can_be_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run([*QUICK, "--host-memory", "4MiB", "--steps", "0", "--output", "my choice.toml"]) == 0
+    assert "tiermem train --config 'my choice.toml'" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(("more", "said"), [((), True), (("--machine", "laptop"), False)])
+def test_a_dtype_that_this_processor_has_no_instructions_for_is_remarked(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...], said: bool
+) -> None:
+    monkeypatch.setattr(tune_steps, "find_machine", lambda *_, **__: load_profile("laptop"))
+    monkeypatch.setattr(beginning, "times_float32", lambda dtype: 9.6)
+    tune = [
+        "tune",
+        "--model",
+        "llama-tiny",
+        "--batch",
+        "1",
+        "--seq",
+        "16",
+        "--update",
+        "forward",
+        "--steps",
+        "0",
+        *more,
+    ]
+    assert main.run(tune) == 0
+    assert ("at least 9 times as long as float32" in capsys.readouterr().err) is said
 
 
 def test_the_chosen_line_is_marked_where_nothing_is_bold() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,7 +120,9 @@ class TuneReport:
             )
         how = "by measurement" if self.measured else "by simulation"
         verdict = f"The default is best, {how}." if self.is_default_best else f"The line with * is fastest, {how}."
-        written = [f"Written to {self.output}: tiermem train --config {self.output}"] if self.output else []
+        written = []
+        if self.output:
+            written = [f"Written to {self.output}: tiermem train --config {shlex.quote(str(self.output))}"]
         return Group(table, verdict, *written)
 
 

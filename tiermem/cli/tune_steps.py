@@ -16,6 +16,7 @@ from pathlib import Path
 from rich.console import Console
 
 from tiermem.cli.abandoned import remove_abandoned
+from tiermem.cli.beginning import say_slow
 from tiermem.cli.modelwork import model_workload
 from tiermem.cli.plan import find_machine
 from tiermem.cli.subject import TrainOptions, find_subject
@@ -52,6 +53,9 @@ def tune_training(options: TrainOptions, config: Config, choice: Choice, console
         settings=config,
     )
     machine = find_machine(choice.machine, config, workload, seq=options.seq, again=choice.again)
+
+    if choice.machine is None and machine.device is None:
+        say_slow(config.dtype, console)
 
     def measure(candidate: Config) -> float:
         with ExitStack() as folders:
