@@ -115,6 +115,7 @@ class Protection:
         self._protected.clear()
         self._residency.forecast.set_agenda([])
         self._residency.reclassify()
+        self._post(lambda: None)  # there is room now, and whoever asked meanwhile may be waiting for it
 
     def _confirm(self) -> None:
         if not self._open:
