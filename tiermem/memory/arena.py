@@ -179,8 +179,6 @@ class HostArena(LiveFrames):
 
     def __init__(self, capacity: int, *, poison: bool = False, address_factor: int = 8) -> None:
         super().__init__(Tier.HOST, capacity, poison=poison)
-        if address_factor < 1:
-            raise ConfigError(f"expected an address factor of 1 or more, found {address_factor}")
         usable = round_down(capacity, FRAME_ALIGNMENT)  # pages are given back whole, so the limit is whole too
         self._area_nbytes = usable * address_factor
         self._ranges = RangeAllocator(limit=usable, block=HUGE_PAGE)

@@ -36,9 +36,12 @@ if _REMAP is not None:
 
 
 class Mapping:
-    """`nbytes` of address space, page-aligned, zero when first touched. Raises OSError if there is no room for it."""
+    """`nbytes` of address space from `address` on, page-aligned, zero when first touched.
 
-    __slots__ = ("_base", "_huge", "_map", "_view", "nbytes")
+    Raises OSError if there is no room for it.
+    """
+
+    __slots__ = ("_huge", "_map", "_view", "address", "nbytes")
 
     def __init__(self, nbytes: int, *, huge: bool = False) -> None:
         """`huge`: ask for huge pages, where all of the memory is going to be used and none given back early."""
@@ -48,7 +51,7 @@ class Mapping:
         except OverflowError as error:  # more than there are addresses, which the system is not even asked
             raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)) from error
         self._view = memoryview(self._map)
-        self._base = tensor_over(self._view[:1]).data_ptr()
+        self.address = tensor_over(self._view[:1]).data_ptr()
         self._huge = RangeSet()  # whole huge pages that were asked for
         # Huge pages only where they were asked for: touching one byte would bring in 2 MiB, so the bound on physical
         # memory would not hold where the system hands them out unasked.
@@ -56,11 +59,6 @@ class Mapping:
         # Fork: a child would share the pages copy-on-write, so that every later write here costs a second copy, and
         # O_DIRECT reads in flight during the fork may land in the wrong copy (see NOTES in open(2)).
         self._advise("MADV_DONTFORK", 0, nbytes)
-
-    @property
-    def address(self) -> int:
-        """Where it begins."""
-        return self._base
 
     def buffer(self, offset: int, nbytes: int) -> memoryview:
         """Return a writable view of bytes [offset, offset + nbytes)."""
@@ -102,7 +100,7 @@ class Mapping:
         As if the range were given back and the same bytes touched there, without anything being cleared.
         """
         parts = tuple(self._huge.overlapping(offset, offset + nbytes))
-        if parts != (Range(offset, offset + nbytes),) or not _remap(self._base + offset, nbytes, target.address + to):
+        if parts != (Range(offset, offset + nbytes),) or not _remap(self.address + offset, nbytes, target.address + to):
             return False
         self._huge.remove(offset, offset + nbytes)
         self._advise("MADV_NOHUGEPAGE", offset, nbytes)
@@ -112,11 +110,11 @@ class Mapping:
 
     def _down(self, offset: int) -> int:
         """Return the offset, at or below this one, at which a huge page can begin."""
-        return offset - (self._base + offset) % HUGE_PAGE
+        return offset - (self.address + offset) % HUGE_PAGE
 
     def _up(self, offset: int) -> int:
         """Return the offset, at or above this one, at which a huge page can begin."""
-        return offset + -(self._base + offset) % HUGE_PAGE
+        return offset + -(self.address + offset) % HUGE_PAGE
 
     def _advise(self, advice: str, offset: int, nbytes: int) -> None:
         if hasattr(mmap, advice):
