@@ -36,7 +36,7 @@ Release = Callable[["Lease", Parting, BaseException | None], None]
 class Lease:
     """A hold on one or more pages on one tier; forbids their eviction until released."""
 
-    __slots__ = ("__weakref__", "_closed", "_fences", "_frames", "_make_fence", "_pages", "_release", "handed_over")
+    __slots__ = ("__weakref__", "_closed", "_fences", "_frames", "_make_fence", "_release", "handed_over", "pages")
 
     def __init__(
         self,
@@ -53,15 +53,10 @@ class Lease:
         self.handed_over: tuple[Fence, ...] = ()
         self._make_fence = make_fence
         self._fences = fences
-        self._pages = pages
+        self.pages = pages  # their facts belong to the pager's loop
         self._frames: dict[PageKey, Frame] | None = frames
         self._release = release
         self._closed = False
-
-    @property
-    def pages(self) -> Sequence[Page]:
-        """The leased pages; their facts belong to the pager's loop."""
-        return self._pages
 
     def tensor(self, key: PageKey) -> torch.Tensor:
         """The bytes of a page: uint8, shape (nbytes,), a view that shares the frame's storage.
@@ -100,7 +95,7 @@ class Lease:
         Or, if that is an interrupt, a TiermemError: raised later and elsewhere it would end what it is not meant for.
         """
         if not isinstance(error, Exception):
-            keys = ", ".join(str(page.key) for page in self._pages)
+            keys = ", ".join(str(page.key) for page in self.pages)
             interrupted = TiermemError(
                 f"{type(error).__name__} came while {keys} was being written: forget this step's gradients "
                 "(optimizer.zero_grad()) or, if they are not what was written, resume from a commit"
