@@ -28,6 +28,7 @@ from tiermem.integrations.checkpoints import (
     OPTIMIZER,
     TICKET,
     Ticket,
+    _move_weights,
     export_weights,
     find_checkpoint,
     has_moments,
@@ -331,6 +332,23 @@ def test_weights_take_the_place_of_older_ones_and_of_nothing_else(tmp_path: Path
         with pytest.raises(FileExistsError):  # not what the runtime says of a folder that is not there
             export_weights(runtime, folder / "notes.txt")
     assert (folder / "notes.txt").read_text() == "mine"
+
+
+def test_an_index_comes_behind_the_files_that_it_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    new, moved, replace = tmp_path / "new", list[str](), Path.replace
+    names = [*(f"model-0000{number}-of-00002.safetensors" for number in (1, 2)), "model.safetensors.index.json"]
+    new.mkdir()
+    for name in names:
+        (new / name).write_text(name)
+
+    def noted(path: Path, target: Path) -> Path:
+        moved.append(path.name)
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", noted)
+    _move_weights(new, tmp_path)
+    assert sorted(moved) == names
+    assert moved[-1] == names[-1]
 
 
 def test_a_tied_weight_is_found_under_any_of_its_names(tmp_path: Path) -> None:
