@@ -184,6 +184,19 @@ def test_the_folder_of_the_commit_outlives_a_second_replacement(tmp_path: Path) 
     assert find_checkpoint(tmp_path, committed) == tmp_path / ".checkpoint-2.replaced"
 
 
+def test_what_a_run_that_was_killed_has_left_aside_makes_way(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint-1"
+    folder.mkdir()
+    ticket = Ticket.new(folder, 1)
+    ticket.write(folder)
+    left = set_aside(folder, None)
+    left.mkdir()
+    (left / "older").write_text("older")
+    assert set_aside(folder, ticket) == left
+    assert not folder.exists()
+    assert [path.name for path in left.iterdir()] == [TICKET]
+
+
 def test_an_older_checkpoint_is_not_what_the_pages_hold(begun: Path) -> None:
     with pytest.raises(ResumeError, match=r"checkpoint-2' is to be resumed.*holds the state of checkpoint-4"):
         resumed(begun, str(begun / "out" / "checkpoint-2"))
