@@ -207,3 +207,9 @@ def test_a_state_dict_given_to_save(runtime: tiermem.Runtime, tmp_path: Path) ->
 
 def test_transformers_itself_is_what_is_extended(runtime: tiermem.Runtime, tmp_path: Path) -> None:
     assert isinstance(Trainer(args=arguments(tmp_path), runtime=runtime), transformers.Trainer)
+
+
+@pytest.mark.parametrize(("own", "asked"), [(2.0, 1.0), (1.0, 2.0)])
+def test_two_norms_to_clip_by_are_one_too_many_whichever_is_larger(own: float, asked: float) -> None:
+    with pytest.raises(ConfigError, match="leave it out in AdamW"):
+        choose_clipping(own, asked)
