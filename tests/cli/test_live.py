@@ -47,7 +47,7 @@ def picture(steps: list[StepReport], tiers: tuple[TierStatistics, ...] = TIERS) 
 def test_the_view_has_every_figure() -> None:
     text = picture([step(7, 3.0), step(8, 2.5)])
     for expected in (
-        "step 8/20", "0:00:24 left", "2.5000", "2,048", "25 %", "swap->host", "1.5 GB/s", "host->device", "0.5 GB/s",
+        "step 8/20", "0:00:24 left", "2.5000", "2,048", "25 %", "swap->host", "1.50 GB/s", "host->device", "0.50 GB/s",
         "busy 75 %", "SWAP", "75 %", "HOST", "at most 1.00 GiB", "memory 1.00 GiB",
     ):  # fmt: skip
         assert expected in text

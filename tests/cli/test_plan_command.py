@@ -124,7 +124,7 @@ def test_what_does_not_fit_says_how_many_bytes_lack(capsys: pytest.CaptureFixtur
     [("1000T", "1,000 T"), ("70B", "70 B"), ("5M", "5 M"), ("125,000", "125,000")],
 )
 def test_a_number_of_parameters_is_named_as_people_write_it(number: str, said: str) -> None:
-    assert transformer(parse_count(number), batch=1, seq=2).name == f"a model of {said} parameters"
+    assert transformer(parse_count(number), batch=1, seq=2).name == f"{said} parameters"
 
 
 @pytest.mark.usefixtures("nothing_doubled")

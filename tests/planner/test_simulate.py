@@ -364,6 +364,6 @@ def test_a_transformer_has_the_parameters_asked_for(parameters: int) -> None:
     assert all(unit.numel > 0 for unit in work.units)
 
 
-@pytest.mark.parametrize(("parameters", "name"), [(20_000_000, "0.02 B"), (175 * 10**9, "175 B"), (10**12, "1 T")])
+@pytest.mark.parametrize(("parameters", "name"), [(20_000_000, "20 M"), (175 * 10**9, "175 B"), (10**12, "1 T")])
 def test_a_model_is_called_by_its_size(parameters: int, name: str) -> None:
     assert transformer(parameters, batch=1, seq=64).name == f"{name} parameters"

@@ -82,7 +82,7 @@ def _edges(step: StepReport) -> Table:
         table.add_row(
             edge.name,
             ProgressBar(total=1.0, completed=busy, width=_BAR),
-            f"{format_number(edge.nbytes / step.seconds / 1e9)} GB/s",
+            f"{edge.nbytes / step.seconds / 1e9:.2f} GB/s",
             Text(f"busy {100 * busy:.0f} %, {format_bytes(edge.nbytes)}", style="dim"),
         )
     return table

@@ -184,5 +184,5 @@ def transformer(
     units.append(UnitWork("head", words, words, unit_flops(words, tokens)))
     order = order_of([(unit, unit > 0) for unit in range(len(units))])
     scale, letter = next((scale, letter) for scale, letter in _SCALES if parameters >= scale)
-    name = f"a model of {format_number(parameters / scale)}{letter and ' '}{letter} parameters"
-    return Workload(name, tuple(units), order, tokens, batches, dtype, moments)
+    name = f"{format_number(parameters / scale)} {letter}".rstrip()
+    return Workload(f"{name} parameters", tuple(units), order, tokens, batches, dtype, moments)
