@@ -106,8 +106,10 @@ def main() -> None:
     with redirect_stdout(sys.stderr):
         deepspeed.init_distributed(dist_backend="nccl" if DEVICE.type == "cuda" else "gloo", verbose=False)
         torch.manual_seed(job.seed)
-        with deepspeed.zero.Init(config_dict_or_path=config, dtype=dtype_of(job.settings)):
+        with deepspeed.zero.Init(config_dict_or_path=config):  # its `dtype=` is not obeyed on a processor
             model = workload.model()
+        if (found := {parameter.dtype for parameter in model.parameters()}) != {dtype_of(job.settings)}:
+            raise RuntimeError(f"parameters should be {dtype_of(job.settings)}, DeepSpeed made them {found}")
         engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
 
     phases = Phases()
