@@ -108,10 +108,19 @@ def test_a_processor_without_instructions_for_a_dtype_is_timed_on_few_tokens(
         return lambda: None
 
     monkeypatch.setattr(measure_layer, "_layer", train)
-    monkeypatch.setattr(measure_layer, "seconds_of", lambda _: measure_layer.operations(timed[-1]) / rate)
+    threads: list[int] = []
+
+    def taken(_: object) -> float:
+        threads.append(torch.get_num_threads())
+        return measure_layer.operations(timed[-1]) / rate
+
+    monkeypatch.setattr(measure_layer, "seconds_of", taken)
+    before = torch.get_num_threads()
     few = LayerShape(rows=1, seq=8, width=256, mlp=512)
     assert measure_layer.in_time(torch.bfloat16, CPU, large, 0.25) == (large if whole else few)
     assert measure_layer.in_time(torch.bfloat16, CPU, small, 0.25) == small, "takes no time anyway"
+    assert set(threads) == {1}, "several wait for each other on a busy machine"
+    assert torch.get_num_threads() == before
 
 
 @pytest.mark.parametrize(("dtype", "whole"), [(torch.float32, True), (torch.bfloat16, False)])

@@ -35,6 +35,7 @@ SMALL = transformer(600_000, batch=1, seq=16)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty directory to swap to. What is measured of single layers takes no time; what is trained, does."""
     monkeypatch.setattr(measure_workload, "layer_flops", lambda *_: 7e9)
+    monkeypatch.setattr(measure_workload, "in_time", lambda dtype, device, shape, seconds: shape)
     monkeypatch.setattr(measure_workload, "slower_together", lambda *_: (0.5, 0.25))
     monkeypatch.setattr(measure_workload, "_ALONE", 1)
     monkeypatch.setattr(measure_workload, "_PAGED", 2)
@@ -186,6 +187,17 @@ def test_a_device_that_processors_play_is_as_fast_as_they_are(place: Path, train
     fitted = with_rates_for(played, SMALL, [place], seq=16, tile_nbytes=8 << 20, seconds=0.001)
     assert 0 < fitted.flops("bfloat16") == fitted.host.flops["bfloat16"] <= 7e9
     assert fitted.drive != played.drive
+
+
+def test_without_instructions_for_a_dtype_nothing_is_trained(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which took minutes, for a computation beside which nothing else counts. What is found so is kept."""
+    laptop, few = load_profile("laptop"), LayerShape(rows=1, seq=8, width=64, mlp=64)
+    monkeypatch.setattr(measure_workload, "in_time", lambda *_: few)
+    monkeypatch.setattr(measure_workload, "train_steps", None)
+    fitted = with_rates_for(laptop, SMALL, [place], seq=16, tile_nbytes=8 << 20, seconds=0.001)
+    rate = slowed(7e9, layer_for(SMALL, seq=16), BESIDES_SECONDS)
+    flops = {**laptop.host.flops, "bfloat16": rate}
+    assert fitted == dataclasses.replace(laptop, host=dataclasses.replace(laptop.host, flops=flops))
 
 
 @pytest.mark.parametrize("scarce", ["available_host_memory", "free_together"])

@@ -10,7 +10,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -86,8 +87,7 @@ def layer_flops(dtype: torch.dtype, device: torch.device, seconds: float, shape:
 
     Timed for about `seconds`.
     """
-    if dtype != torch.float32:  # of which every processor has instructions: one that is slow is busy
-        shape = in_time(dtype, device, shape, seconds)
+    shape = in_time(dtype, device, shape, seconds)
     taken = median_seconds(train_layer(dtype, device, shape), seconds)
     return operations(shape) / taken
 
@@ -100,11 +100,12 @@ def slowed(rate: float, shape: LayerShape, besides: float) -> float:
 
 def in_time(dtype: torch.dtype, device: torch.device, shape: LayerShape, seconds: float) -> LayerShape:
     """The layer on a few of its tokens where a processor lacks instructions for `dtype` and all would take long."""
-    if device.type != "cpu":
+    if device.type != "cpu" or dtype == torch.float32:  # of which every processor has instructions
         return shape
     few = replace(shape, rows=1, seq=min(shape.seq, _FEW_TOKENS))
     train = _layer(dtype, device, few)
-    taken = min(seconds_of(train), seconds_of(train))
+    with _one_thread():
+        taken = min(seconds_of(train), seconds_of(train))
     slow = operations(few) / taken < _WITHOUT_INSTRUCTIONS
     return few if slow and taken * shape.rows * shape.seq / few.seq > _LONG * seconds else shape
 
@@ -117,13 +118,20 @@ def times_float32(dtype: torch.dtype) -> float:
     """
     with torch.random.fork_rng(devices=()):
         fast, slow = (_layer(each, torch.device("cpu"), _SMALL_LAYER) for each in (torch.float32, dtype))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # several wait for each other where the machine does something else, too
-    try:
+    with _one_thread():
         pairs = [(seconds_of(fast), seconds_of(slow)) for _ in range(_PAIRS)]
+    return min(slow for _, slow in pairs) / min(fast for fast, _ in pairs)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Several wait for each other where the machine does something else, too."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
     finally:
         torch.set_num_threads(threads)
-    return min(slow for _, slow in pairs) / min(fast for fast, _ in pairs)
 
 
 def operations(shape: LayerShape) -> float:

@@ -2,7 +2,8 @@
 
 Owns the model that stands for a workload's, and the machine that is fitted to it. Does not measure what any workload
 has (`measure.py`), and keeps nothing (`machines.py` does). Guarantees that what is trained fits into what is free, of
-memory and of the disks; where nothing does, one layer is timed alone, and the source of the machine says so.
+memory and of the disks; where nothing does, one layer is timed alone, and the source of the machine says so. One layer
+alone is timed, too, where a processor lacks instructions for the dtype.
 
 A layer by itself says what products take. What training takes besides, leases, tiles, moving bytes on cores that
 compute, and what a drive gives to requests that wait for such cores, only training says.
@@ -98,8 +99,8 @@ def with_rates_for(
 ) -> Machine:
     """The machine with the rates at which its processors and drives train this workload.
 
-    They depend by a factor of four on a layer's width and on the tokens. Where a device computes, and for a dtype that
-    processors have no fast operations for, the machine as it is. With another `source`, which says why, where there is
+    They depend by a factor of four on a layer's width and on the tokens. Where a device computes, and for float16, the
+    machine as it is. With another `source`, which says why, where there is
     no room to train layers: a later look may find more.
 
     Args:
@@ -124,11 +125,12 @@ def _fitted(
 ) -> Machine:
     dtype, like = DTYPES[stand.dtype], layer_for(workload, seq=seq)
     rate = layer_flops(dtype, CPU, seconds, like)
-    stand = replace(stand, shape=in_time(dtype, CPU, stand.shape, seconds))
+    by_layer = _computing_at(slowed(rate, like, BESIDES_SECONDS), stand.dtype, machine)
+    if in_time(dtype, CPU, stand.shape, seconds) != stand.shape:
+        return by_layer  # training would take minutes, and its computation hides all else
     if (nbytes := _nbytes(stand)) > _room(directories):
         lacks = f"no layers trained: {format_bytes(2 * nbytes)} of memory and disk have to be free"
-        machine = _computing_at(slowed(rate, like, BESIDES_SECONDS), stand.dtype, machine)
-        return replace(machine, source=f"{machine.source}; {lacks}")
+        return replace(by_layer, source=f"{machine.source}; {lacks}")
     by_itself = median_seconds(train_layer(dtype, CPU, stand.shape), seconds)
     beside = slower_together(dtype, seconds)
     alone, paged, settings = _train(stand, directories)
