@@ -28,7 +28,7 @@ from swap.blocks import block_count
 from swap.buffers import aligned_view
 from swap.device_queue import DeviceQueue
 from swap.errors import SwapClosedError, SwapError, SwapTimeoutError
-from swap.requests import Block, BlockFile, Check, Operation, Priority, Request, Span, cut
+from swap.requests import Block, Check, Operation, Priority, Request, Span, cut
 from swap.settings import EngineSettings, EngineStatistics
 from swap.syscalls import SystemCalls
 from swap.watch import Watch
@@ -73,37 +73,6 @@ class Engine:
         """
         return os.getpid() != self._pid
 
-    def start_read(
-        self,
-        file: BlockFile,
-        offset: int,
-        buffer: Buffer,
-        *,
-        priority: Priority = Priority.DEMAND,
-        on_done: OnDone | None = None,
-        checksum: bool = False,
-        expected: int | None = None,
-    ) -> Request:
-        """Start filling `buffer` from byte `offset` of `file`. See `start`."""
-        span = (file, offset, memoryview(buffer).nbytes)
-        return self.start(
-            Operation.READ, [span], buffer, priority=priority, on_done=on_done, checksum=checksum, expected=expected
-        )
-
-    def start_write(
-        self,
-        file: BlockFile,
-        offset: int,
-        buffer: Buffer,
-        *,
-        priority: Priority = Priority.WRITE_BACK,
-        on_done: OnDone | None = None,
-        checksum: bool = False,
-    ) -> Request:
-        """Start writing `buffer` to byte `offset` of `file`. See `start`."""
-        span = (file, offset, memoryview(buffer).nbytes)
-        return self.start(Operation.WRITE, [span], buffer, priority=priority, on_done=on_done, checksum=checksum)
-
     def start(
         self,
         operation: Operation,
@@ -142,11 +111,6 @@ class Engine:
         for queue in queues.values():
             self.backend.wake(queue)
         return request
-
-    def pending(self, operation: Operation) -> list[Request]:
-        """The requests of one direction that still have bytes to move."""
-        with self._lock:
-            return [request for request in self._unfinished() if request.operation is operation]
 
     def statistics(self) -> EngineStatistics:
         """What has happened since the engine was made."""

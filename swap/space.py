@@ -219,17 +219,6 @@ class SwapSpace:
             Operation.WRITE, self._spans(extent), buffer, priority=priority, on_done=on_done, checksum=checksum
         )
 
-    def sync(self) -> None:
-        """Wait for every write started before, then until all of them are durable.
-
-        Raises the error of a write that failed while it waited, or SwapIOError. Writes that had failed before are the
-        business of whoever started them.
-        """
-        _require_home(self.engine)
-        for request in self.engine.pending(Operation.WRITE):
-            request.wait()
-        self.make_durable()
-
     def make_durable(self) -> None:
         """Wait until every write that was done before is durable, and waits for no other. All devices at once.
 
@@ -270,7 +259,7 @@ class SwapSpace:
     def close(self, *, remove: bool = False) -> None:
         """Close engine and files; remove the files if asked, before `begin` those that were made. Idempotent.
 
-        Queued requests fail; call `sync` first to keep them. All files are closed even if something raises; the first
+        Queued requests fail: wait for those to be kept. All files are closed even if something raises; the first
         error is raised at the end. Where the drive has not answered, nobody else gets the directories until it has, or
         the process has ended: what it does late would fall into the files of the next run.
         """

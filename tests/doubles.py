@@ -15,11 +15,34 @@ from typing import Any, TypeVar, cast
 
 from swap.backends.base import Backend, BlockSource
 from swap.device_queue import DeviceQueue
+from swap.engine import Engine
 from swap.errors import SwapError
-from swap.requests import Block, Operation
+from swap.requests import Block, BlockFile, Operation, Priority, Request
 from swap.syscalls import SystemCalls
 
 T = TypeVar("T")
+
+
+def start_read(
+    engine: Engine, file: BlockFile, offset: int, buffer: Any, priority: Priority = Priority.DEMAND, **others: Any
+) -> Request:
+    """Start filling `buffer` from byte `offset` of `file`."""
+    span = (file, offset, memoryview(buffer).nbytes)
+    return engine.start(Operation.READ, [span], buffer, priority=priority, **others)
+
+
+def start_write(
+    engine: Engine,
+    file: BlockFile,
+    offset: int,
+    buffer: Any,
+    *,
+    priority: Priority = Priority.WRITE_BACK,
+    **others: Any,
+) -> Request:
+    """Start writing `buffer` to byte `offset` of `file`."""
+    span = (file, offset, memoryview(buffer).nbytes)
+    return engine.start(Operation.WRITE, [span], buffer, priority=priority, **others)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from aiofiles.threadpool.binary import AsyncFileIO
+from doubles import start_read, start_write
 
 import swap
 from swap import AlignedBuffer, Engine, EngineSettings, SwapFile
@@ -24,12 +25,12 @@ def test_the_end_of_the_file_is_an_error_and_others_go_on(tmp_path: Path) -> Non
     with Engine(EngineSettings(backend="aiofiles", block_size=BLOCK)) as engine:
         os.truncate(file.path, 4096 + BLOCK + 100)
         with pytest.raises(swap.SwapIOError, match="unexpected end of file") as caught:
-            engine.start_read(file, 4096, AlignedBuffer(2 * BLOCK).view).wait(30)
+            start_read(engine, file, 4096, AlignedBuffer(2 * BLOCK).view).wait(30)
         assert (caught.value.operation, caught.value.path) == ("read", file.path)
-        engine.start_read(file, 4096, AlignedBuffer(BLOCK).view).wait(30)
+        start_read(engine, file, 4096, AlignedBuffer(BLOCK).view).wait(30)
         file.close()
         with pytest.raises(swap.SwapClosedError, match="is closed"):
-            engine.start_read(file, 4096, AlignedBuffer(BLOCK).view).wait(30)
+            start_read(engine, file, 4096, AlignedBuffer(BLOCK).view).wait(30)
 
 
 def test_what_the_system_refuses_is_the_error_of_that_write_and_others_go_on(tmp_path: Path) -> None:
@@ -38,13 +39,13 @@ def test_what_the_system_refuses_is_the_error_of_that_write_and_others_go_on(tmp
     with Engine(EngineSettings(backend="aiofiles", block_size=BLOCK)) as engine, AlignedBuffer(2 * BLOCK) as buffer:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096 + BLOCK, limit[1]))
         try:
-            refused = engine.start_write(file, 4096, buffer.view)
+            refused = start_write(engine, file, 4096, buffer.view)
             with pytest.raises(swap.SwapIOError, match="EFBIG") as caught:
                 refused.wait(30)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         assert (caught.value.offset, caught.value.length) == (4096 + BLOCK, BLOCK)
-        engine.start_write(file, 4096, buffer.view).wait(30)
+        start_write(engine, file, 4096, buffer.view).wait(30)
     file.close()
 
 
@@ -57,10 +58,10 @@ def test_files_of_one_name_that_have_lost_it_are_told_apart(tmp_path: Path) -> N
     with Engine(EngineSettings(backend="aiofiles", block_size=BLOCK, queue_depth=1)) as engine:
         for file, buffer in zip(files, written, strict=True):
             buffer.view[:] = os.urandom(BLOCK)
-            engine.start_write(file, 4096, buffer.view).wait(30)
+            start_write(engine, file, 4096, buffer.view).wait(30)
         for file, buffer in zip(files, written, strict=True):
             found = AlignedBuffer(BLOCK)
-            engine.start_read(file, 4096, found.view).wait(30)
+            start_read(engine, file, 4096, found.view).wait(30)
             assert found.view == buffer.view
     for file in files:
         file.close()
@@ -71,7 +72,7 @@ def test_closing_lets_blocks_in_flight_finish_or_fails_them(tmp_path: Path) -> N
     engine = Engine(EngineSettings(backend="aiofiles", block_size=BLOCK, queue_depth=2))
     done: list[swap.Request] = []
     buffers = [AlignedBuffer(1 << 20) for _ in range(8)]
-    requests = [engine.start_write(file, 4096, buffer.view, on_done=done.append) for buffer in buffers]
+    requests = [start_write(engine, file, 4096, buffer.view, on_done=done.append) for buffer in buffers]
     engine.close()
     assert len(done) == len(requests)
     for request in requests:
@@ -107,8 +108,8 @@ def test_a_file_that_cannot_be_closed_leaves_the_others_to_finish(
     monkeypatch.setattr(AsyncFileIO, "close", refuse)
     file = SwapFile.open(tmp_path, name="r0", nbytes=1 << 20)
     engine = Engine(EngineSettings(backend="aiofiles", block_size=BLOCK, queue_depth=2))
-    engine.start_write(file, 4096, AlignedBuffer(2 * BLOCK).view).wait(30)
-    request = engine.start_write(file, 4096, AlignedBuffer(BLOCK).view)
+    start_write(engine, file, 4096, AlignedBuffer(2 * BLOCK).view).wait(30)
+    request = start_write(engine, file, 4096, AlignedBuffer(BLOCK).view)
     while len(written) < 3:
         time.sleep(0.001)
     engine.close()
@@ -125,7 +126,7 @@ def test_whoever_starts_while_another_thread_closes_is_told_so(
     backend = AioBackend()
     engine = Engine(EngineSettings(backend="aiofiles", block_size=BLOCK), backend=backend)
     if used:
-        engine.start_read(file, 4096, AlignedBuffer(BLOCK).view).wait(30)
+        start_read(engine, file, 4096, AlignedBuffer(BLOCK).view).wait(30)
     here, tell = threading.current_thread(), backend._loop.call_soon_threadsafe
 
     def tell_late(*arguments: Any, **settings: Any) -> Any:
@@ -137,7 +138,7 @@ def test_whoever_starts_while_another_thread_closes_is_told_so(
 
     monkeypatch.setattr(backend._loop, "call_soon_threadsafe", tell_late)
     with pytest.raises(swap.SwapClosedError):
-        engine.start_read(file, 4096, AlignedBuffer(BLOCK).view).wait(30)
+        start_read(engine, file, 4096, AlignedBuffer(BLOCK).view).wait(30)
     file.close()
 
 
@@ -145,7 +146,7 @@ def test_where_closing_gets_no_thread_it_closes_all_the_same(tmp_path: Path, mon
     before = threading.enumerate()
     file = SwapFile.open(tmp_path, name="r0", nbytes=1 << 20)
     engine = Engine(EngineSettings(backend="aiofiles", block_size=BLOCK))
-    engine.start_write(file, 4096, AlignedBuffer(BLOCK).view).wait(30)
+    start_write(engine, file, 4096, AlignedBuffer(BLOCK).view).wait(30)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", a_thread_too_many)
         engine.close()
@@ -175,8 +176,8 @@ def test_where_few_threads_can_be_started_those_that_run_move_all_bytes(
     written.view[:] = os.urandom(8 * BLOCK)
     monkeypatch.setattr(threading.Thread, "start", limited)
     with Engine(EngineSettings(backend="aiofiles", block_size=BLOCK, queue_depth=4)) as engine:
-        engine.start_write(file, 4096, written.view).wait(30)
-        engine.start_read(file, 4096, found.view).wait(30)
+        start_write(engine, file, 4096, written.view).wait(30)
+        start_read(engine, file, 4096, found.view).wait(30)
     assert found.view == written.view
     assert len(started) == 1
     file.close()

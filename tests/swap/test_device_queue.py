@@ -4,7 +4,7 @@ from itertools import count
 from types import SimpleNamespace
 
 import pytest
-from doubles import PaperFile, StepBackend
+from doubles import PaperFile, StepBackend, start_read, start_write
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,10 +33,10 @@ def offsets(blocks: list) -> list[int]:
 def test_demand_before_read_ahead_before_write_back() -> None:
     engine, backend = engine_by_hand(depth=1)
     file = PaperFile()
-    engine.start_write(file, 0, buffer(1))
-    engine.start_read(file, BLOCK, buffer(1), priority=Priority.READ_AHEAD)
-    engine.start_read(file, 2 * BLOCK, buffer(1), priority=Priority.DEMAND)
-    engine.start_read(file, 3 * BLOCK, buffer(1), priority=Priority.DEMAND)
+    start_write(engine, file, 0, buffer(1))
+    start_read(engine, file, BLOCK, buffer(1), priority=Priority.READ_AHEAD)
+    start_read(engine, file, 2 * BLOCK, buffer(1), priority=Priority.DEMAND)
+    start_read(engine, file, 3 * BLOCK, buffer(1), priority=Priority.DEMAND)
     assert offsets(backend.run()) == [2, 3, 1, 0]
     engine.close()
 
@@ -44,8 +44,8 @@ def test_demand_before_read_ahead_before_write_back() -> None:
 def test_promoted_blocks_jump_the_queue() -> None:
     engine, backend = engine_by_hand(depth=1)
     file = PaperFile()
-    engine.start_read(file, 0, buffer(2), priority=Priority.READ_AHEAD)
-    later = engine.start_read(file, 10 * BLOCK, buffer(3), priority=Priority.READ_AHEAD)
+    start_read(engine, file, 0, buffer(2), priority=Priority.READ_AHEAD)
+    later = start_read(engine, file, 10 * BLOCK, buffer(3), priority=Priority.READ_AHEAD)
     backend.issue(1)
     later.promote(Priority.DEMAND)
     later.promote(Priority.WRITE_BACK)  # never demotes
@@ -60,9 +60,9 @@ def test_promoted_blocks_jump_the_queue() -> None:
 def test_promoting_a_request_half_issued_moves_the_rest() -> None:
     engine, backend = engine_by_hand(depth=1)
     file = PaperFile()
-    request = engine.start_read(file, 0, buffer(3), priority=Priority.READ_AHEAD)
+    request = start_read(engine, file, 0, buffer(3), priority=Priority.READ_AHEAD)
     backend.issue(1)
-    engine.start_read(file, 10 * BLOCK, buffer(1), priority=Priority.DEMAND)
+    start_read(engine, file, 10 * BLOCK, buffer(1), priority=Priority.DEMAND)
     request.promote(Priority.DEMAND)
     backend.finish()
     assert offsets(backend.run()) == [10, 1, 2]
@@ -94,8 +94,8 @@ def test_a_device_that_had_nothing_to_do_is_not_taken_for_a_silent_one() -> None
 def test_writes_keep_a_share_of_the_depth_under_reads() -> None:
     engine, backend = engine_by_hand(depth=4)
     file = PaperFile()
-    engine.start_read(file, 0, buffer(20))
-    engine.start_write(file, 100 * BLOCK, buffer(5))
+    start_read(engine, file, 0, buffer(20))
+    start_write(engine, file, 100 * BLOCK, buffer(5))
     for _ in range(5):
         backend.issue()
         kinds = [block.operation for block in backend.in_flight]
@@ -109,9 +109,9 @@ def test_writes_keep_a_share_of_the_depth_under_reads() -> None:
 def test_waiting_reads_keep_most_of_the_depth_under_writes() -> None:
     engine, backend = engine_by_hand(depth=4)
     file = PaperFile()
-    engine.start_write(file, 100 * BLOCK, buffer(20))
+    start_write(engine, file, 100 * BLOCK, buffer(20))
     assert len(backend.issue()) == 4  # nothing else to do: writes have it all
-    engine.start_read(file, 0, buffer(20))
+    start_read(engine, file, 0, buffer(20))
     for _ in range(8):
         backend.finish()
         backend.issue()
@@ -122,15 +122,15 @@ def test_waiting_reads_keep_most_of_the_depth_under_writes() -> None:
 def test_at_depth_one_the_other_operation_gets_every_fourth_block() -> None:
     engine, backend = engine_by_hand(depth=1)
     file = PaperFile()
-    engine.start_read(file, 0, buffer(9))
-    engine.start_write(file, 100 * BLOCK, buffer(2))
+    start_read(engine, file, 0, buffer(9))
+    start_write(engine, file, 100 * BLOCK, buffer(2))
     assert offsets(backend.run()) == [0, 1, 2, 100, 3, 4, 5, 101, 6, 7, 8]
     engine.close()
 
 
 def test_bytes_in_flight_hold_blocks_back() -> None:
     engine, backend = engine_by_hand(depth=8, max_bytes=2 * BLOCK)
-    request = engine.start_read(PaperFile(), 0, buffer(5))
+    request = start_read(engine, PaperFile(), 0, buffer(5))
     assert len(backend.issue()) == 2
     assert engine.statistics().devices[0].blocks_in_flight == 2
     backend.finish()
@@ -145,7 +145,7 @@ def test_bytes_in_flight_hold_blocks_back() -> None:
 
 def test_a_block_larger_than_the_limit_goes_alone() -> None:
     engine, backend = engine_by_hand(depth=8, max_bytes=1)
-    engine.start_read(PaperFile(), 0, buffer(3))
+    start_read(engine, PaperFile(), 0, buffer(3))
     assert len(backend.issue()) == 1
     engine.close()
 
@@ -153,7 +153,7 @@ def test_a_block_larger_than_the_limit_goes_alone() -> None:
 def test_each_device_has_its_own_depth() -> None:
     engine, backend = engine_by_hand(depth=2)
     for device in (1, 2):
-        engine.start_read(PaperFile(f"paper{device}", device), 0, buffer(5))
+        start_read(engine, PaperFile(f"paper{device}", device), 0, buffer(5))
     assert len(backend.issue()) == 4
     engine.close()
 
@@ -179,7 +179,7 @@ def test_a_request_may_lie_in_several_files() -> None:
 def test_an_error_drops_the_rest_and_waits_for_what_is_in_flight() -> None:
     engine, backend = engine_by_hand(depth=2)
     done = []
-    request = engine.start_read(PaperFile(), 0, buffer(9), on_done=done.append)
+    request = start_read(engine, PaperFile(), 0, buffer(9), on_done=done.append)
     first, second = backend.issue()
     backend.finish(first, swap.SwapIOError("read", "paper", offset=0, length=BLOCK, errno=5))
     assert not request.done  # the device still writes into the buffer
@@ -205,8 +205,8 @@ def test_nothing_starves_and_depth_is_kept(depth: int, work: list[tuple[bool, in
     engine, backend = engine_by_hand(depth=depth)
     requests = []
     for read, priority, blocks in work:
-        start = engine.start_read if read else engine.start_write
-        requests.append(start(PaperFile(), 0, buffer(blocks), priority=Priority(priority)))
+        start = start_read if read else start_write
+        requests.append(start(engine, PaperFile(), 0, buffer(blocks), priority=Priority(priority)))
     while backend.issue() or backend.in_flight:
         assert len(backend.in_flight) <= depth
         backend.finish()
@@ -221,15 +221,15 @@ def test_writes_are_served_where_fewer_blocks_than_the_depth_can_be_with_the_dev
     """For lack of bytes in flight, or of threads: reads that always wait must not have all there is."""
     engine, backend = engine_by_hand(depth, max_bytes)
     file, block = PaperFile(), buffer(1)
-    engine.start_write(file, 0, buffer(2))
+    start_write(engine, file, 0, buffer(2))
     for _ in range(2 * depth):
-        engine.start_read(file, BLOCK, block)
+        start_read(engine, file, BLOCK, block)
     backend.served[0][1].limit_depth(served)
     done = []
     for _ in range(100):
         backend.issue()
         done.append(backend.finish())
-        engine.start_read(file, BLOCK, block)
+        start_read(engine, file, BLOCK, block)
     assert [each.operation for each in done].count(Operation.WRITE) == 2
     engine.close()
 
@@ -238,7 +238,7 @@ def test_who_was_refused_for_want_of_bytes_is_called_when_a_block_has_ended(monk
     engine, backend = engine_by_hand(max_bytes=BLOCK)
     called: list[object] = []
     monkeypatch.setattr(backend, "wake", called.append)
-    engine.start_read(PaperFile(), 0, buffer(3))
+    start_read(engine, PaperFile(), 0, buffer(3))
     ((_, queue),) = backend.served
     monkeypatch.setattr(engine._available[queue.device], "notify_all", lambda: called.append("those who wait in take"))
     called.clear()
@@ -280,7 +280,7 @@ def test_how_long_a_request_may_still_take(depth: int, left: float, monkeypatch:
 
 def test_an_error_that_is_raised_again_does_not_keep_who_met_it_before() -> None:
     engine, backend = engine_by_hand()
-    request = engine.start_read(PaperFile(), 0, buffer(1))
+    request = start_read(engine, PaperFile(), 0, buffer(1))
     backend.issue()
     backend.finish(error=swap.SwapIOError("read", "paper", errno=5))
     depths = []

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from doubles import FaultySystemCalls, PaperFile, Short, Stall, StepBackend
+from doubles import FaultySystemCalls, PaperFile, Short, Stall, StepBackend, start_read, start_write
 from doubles_garbage import collect
 
 import swap
@@ -59,8 +59,8 @@ def filled(nbytes: int = NBYTES) -> AlignedBuffer:
 
 def round_trip(engine: Engine, file: SwapFile) -> None:
     source, target = filled(), AlignedBuffer(NBYTES)
-    engine.start_write(file, 4096, source.view).wait(30)
-    engine.start_read(file, 4096, target.view).wait(30)
+    start_write(engine, file, 4096, source.view).wait(30)
+    start_read(engine, file, 4096, target.view).wait(30)
     assert source.view == target.view
 
 
@@ -85,7 +85,7 @@ def test_interrupted_calls_are_repeated(engine: Engine, file: SwapFile, system: 
 def test_endless_eagain_is_an_error_in_the_end(engine: Engine, file: SwapFile, system: FaultySystemCalls) -> None:
     system.always("preadv", errno.EAGAIN)
     with pytest.raises(SwapIOError, match="EAGAIN"):
-        engine.start_read(file, 4096, AlignedBuffer(BLOCK).view).wait(30)
+        start_read(engine, file, 4096, AlignedBuffer(BLOCK).view).wait(30)
     assert 5 < sum(system.slept) < 60
 
 
@@ -97,9 +97,9 @@ def test_an_error_names_operation_path_offset_length_and_errno(
     engine: Engine, file: SwapFile, system: FaultySystemCalls, call: str, code: int
 ) -> None:
     system.always(call, code)
-    start = engine.start_read if call == "preadv" else engine.start_write
+    start = start_read if call == "preadv" else start_write
     done = []
-    request = start(file, 8192, AlignedBuffer(BLOCK).view, on_done=done.append)
+    request = start(engine, file, 8192, AlignedBuffer(BLOCK).view, on_done=done.append)
     with pytest.raises(SwapIOError) as caught:
         request.wait(30)
     error = caught.value
@@ -114,7 +114,7 @@ def test_an_error_names_operation_path_offset_length_and_errno(
 def test_after_an_error_others_go_on(engine: Engine, file: SwapFile, system: FaultySystemCalls) -> None:
     system.inject("pwritev", errno.EIO)
     with pytest.raises(SwapIOError):
-        engine.start_write(file, 4096, filled().view).wait(30)
+        start_write(engine, file, 4096, filled().view).wait(30)
     round_trip(engine, file)
     statistics = engine.statistics()
     assert statistics.failed_requests == 1
@@ -126,24 +126,24 @@ def test_after_an_error_others_go_on(engine: Engine, file: SwapFile, system: Fau
 def test_the_end_of_the_file_is_an_error(engine: Engine, file: SwapFile) -> None:
     os.truncate(file.path, 4096 + BLOCK + 100)
     with pytest.raises(SwapIOError, match="unexpected end of file"):
-        engine.start_read(file, 4096, AlignedBuffer(NBYTES).view).wait(30)
+        start_read(engine, file, 4096, AlignedBuffer(NBYTES).view).wait(30)
 
 
 def test_writes_that_move_nothing_end_in_an_error(engine: Engine, file: SwapFile, system: FaultySystemCalls) -> None:
     system.always("pwritev", Short(100))
     with pytest.raises(SwapIOError, match="takes no more"):
-        engine.start_write(file, 4096, AlignedBuffer(BLOCK).view).wait(30)
+        start_write(engine, file, 4096, AlignedBuffer(BLOCK).view).wait(30)
 
 
 def test_a_closed_file_is_a_clear_error(engine: Engine, file: SwapFile) -> None:
     file.close()
     with pytest.raises(swap.SwapClosedError, match="is closed"):
-        engine.start_read(file, 4096, AlignedBuffer(BLOCK).view).wait(30)
+        start_read(engine, file, 4096, AlignedBuffer(BLOCK).view).wait(30)
 
 
 def test_a_misplaced_request_is_refused_at_once(engine: Engine, file: SwapFile) -> None:
     with pytest.raises(ValueError, match="multiples of 4096"):
-        engine.start_read(file, 100, AlignedBuffer(BLOCK).view)
+        start_read(engine, file, 100, AlignedBuffer(BLOCK).view)
     with pytest.raises(ValueError, match="as long as the spans"):
         engine.start(swap.Operation.READ, [(file, 0, 4096)], AlignedBuffer(8192).view, priority=swap.Priority.DEMAND)
 
@@ -158,7 +158,7 @@ def test_a_request_that_is_refused_lets_go_of_its_buffer_at_once(engine: Engine,
     gc.disable()
     try:
         with pytest.raises(swap.SwapClosedError):
-            engine.start_read(file, 4096, buffer.view, checksum=True)
+            start_read(engine, file, 4096, buffer.view, checksum=True)
         buffer.close()
     finally:
         gc.enable()
@@ -170,7 +170,7 @@ def test_an_on_done_that_raises_is_not_lost(kind: str, file: SwapFile) -> None:
     def broken(_: swap.Request) -> None:
         raise ZeroDivisionError("mine")
 
-    request = engine.start_read(file, 4096, AlignedBuffer(BLOCK).view, on_done=broken)
+    request = start_read(engine, file, 4096, AlignedBuffer(BLOCK).view, on_done=broken)
     while request.error is None:  # set after `done`, by whoever ran the callback
         time.sleep(0.001)
     with pytest.raises(ZeroDivisionError):
@@ -192,11 +192,11 @@ def test_an_error_that_no_system_call_raises_ends_the_request_and_not_the_worker
         with monkeypatch.context() as patched:
             patched.setattr("swap.transfer.Progress.view", property(broken))
             with pytest.raises(SwapIOError, match=r"write of 65536 bytes at offset 4096 .* MemoryError: no room"):
-                engine.start_write(file, 4096, AlignedBuffer(BLOCK).view).wait(30)
+                start_write(engine, file, 4096, AlignedBuffer(BLOCK).view).wait(30)
         with monkeypatch.context() as patched:
             patched.setattr("swap.requests.checksum", broken)
             with pytest.raises(MemoryError):
-                engine.start_write(file, 4096, AlignedBuffer(BLOCK).view, checksum=True).wait(30)
+                start_write(engine, file, 4096, AlignedBuffer(BLOCK).view, checksum=True).wait(30)
         round_trip(engine, file)
         assert engine.statistics().failed_requests == 2
 
@@ -219,7 +219,7 @@ def test_where_no_more_threads_can_be_started_fewer_do_and_closing_goes_well(
         patched.setattr(threading.Thread, "start", limited)
         if not allowed:
             with pytest.raises(swap.SwapError, match="no thread can be started"):
-                engine.start_read(file, 4096, AlignedBuffer(BLOCK).view)
+                start_read(engine, file, 4096, AlignedBuffer(BLOCK).view)
         else:
             round_trip(engine, file)
     round_trip(engine, file)
@@ -235,7 +235,7 @@ def test_an_interrupt_in_a_transfer_without_threads_ends_the_request(file: SwapF
     ended: list[swap.Request] = []
     engine = Engine(EngineSettings(backend="inline", block_size=BLOCK), backend=InlineBackend(Interrupted()))
     with pytest.raises(KeyboardInterrupt):
-        engine.start_read(file, 4096, AlignedBuffer(NBYTES).view, on_done=ended.append)
+        start_read(engine, file, 4096, AlignedBuffer(NBYTES).view, on_done=ended.append)
     (request,) = ended
     with pytest.raises(SwapIOError, match="ended by KeyboardInterrupt"):
         request.wait()
@@ -250,11 +250,11 @@ def test_on_done_may_start_the_next_request(engine: Engine, file: SwapFile) -> N
     def again(_: swap.Request) -> None:
         left[0] -= 1
         if left[0]:
-            engine.start_read(file, 4096, buffer.view, on_done=again)
+            start_read(engine, file, 4096, buffer.view, on_done=again)
         else:
             finished.set()
 
-    engine.start_read(file, 4096, buffer.view, on_done=again)
+    start_read(engine, file, 4096, buffer.view, on_done=again)
     assert finished.wait(30)
 
 
@@ -262,7 +262,7 @@ def test_the_buffer_is_held_until_done_and_no_longer(file: SwapFile) -> None:
     backend = StepBackend()
     engine = Engine(EngineSettings(block_size=BLOCK, queue_depth=1), backend=backend)
     buffer = AlignedBuffer(NBYTES)
-    request = engine.start_write(file, 4096, buffer.view)
+    request = start_write(engine, file, 4096, buffer.view)
     with pytest.raises(BufferError):
         buffer.close()
     backend.run()
@@ -277,8 +277,8 @@ def test_a_request_that_is_done_leaves_nothing_to_the_cycle_collector(engine: En
     collect()
     gc.disable()
     try:
-        for start in (engine.start_write, engine.start_read):
-            request = start(file, 4096, buffer.view, checksum=True, priority=Priority.WRITE_BACK)
+        for start in (start_write, start_read):
+            request = start(engine, file, 4096, buffer.view, checksum=True, priority=Priority.WRITE_BACK)
             request.wait()
             request.promote(Priority.DEMAND)  # too late, and harmless
             assert str(file.path) in str(request)
@@ -302,7 +302,7 @@ def test_workers_let_go_of_the_buffer(engine: Engine, file: SwapFile, system: Fa
     alive = weakref.ref(buffer)
     if code:
         system.inject("pwritev", code)
-    request = engine.start_write(file, 4096, buffer.view)
+    request = start_write(engine, file, 4096, buffer.view)
     deadline = time.monotonic() + 30
     while not request.done and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -327,7 +327,7 @@ def stalled(file: SwapFile, stall_seconds: float) -> tuple[Engine, Stall, swap.R
     engine = Engine(
         EngineSettings(block_size=BLOCK, queue_depth=2, stall_seconds=stall_seconds), backend=ThreadsBackend(system)
     )
-    request = engine.start_read(file, 4096, AlignedBuffer(BLOCK).view)
+    request = start_read(engine, file, 4096, AlignedBuffer(BLOCK).view)
     assert stall.entered.wait(30)
     return engine, stall, request
 
@@ -347,7 +347,7 @@ def test_a_stalled_device_raises_in_the_waiter(file: SwapFile) -> None:
     engine, stall, request = stalled(file, 1.0)  # enough for what comes first, also on a slow drive
     # Other blocks going through do not hide that this one is stuck.
     for _ in range(3):
-        engine.start_read(file, 4096, AlignedBuffer(BLOCK).view).wait(30)
+        start_read(engine, file, 4096, AlignedBuffer(BLOCK).view).wait(30)
     with pytest.raises(swap.SwapTimeoutError, match=r"read of 65536 bytes at offset 4096 in .* is stalled"):
         request.wait()
     stall.release()
@@ -359,7 +359,7 @@ def test_a_stalled_device_raises_in_the_waiter(file: SwapFile) -> None:
 
 def test_a_queued_request_behind_a_dead_device_is_stalled_too() -> None:
     engine = Engine(EngineSettings(block_size=BLOCK, stall_seconds=0.05), backend=StepBackend())
-    request = engine.start_read(PaperFile(), 0, AlignedBuffer(BLOCK).view)
+    request = start_read(engine, PaperFile(), 0, AlignedBuffer(BLOCK).view)
     with pytest.raises(swap.SwapTimeoutError, match="stalled"):
         request.wait()
     engine.close()
@@ -412,7 +412,7 @@ def test_closing_fails_what_is_queued_and_finishes_what_is_in_flight() -> None:
     engine = Engine(EngineSettings(block_size=BLOCK, queue_depth=1), backend=backend)
     done = []
     requests = [
-        engine.start_read(PaperFile(), 0, AlignedBuffer(blocks * BLOCK).view, on_done=done.append) for blocks in (1, 2)
+        start_read(engine, PaperFile(), 0, AlignedBuffer(blocks * BLOCK).view, on_done=done.append) for blocks in (1, 2)
     ]
     backend.issue()
     engine.close()
@@ -422,7 +422,7 @@ def test_closing_fails_what_is_queued_and_finishes_what_is_in_flight() -> None:
     assert sorted(map(id, done)) == sorted(map(id, requests))
     engine.close()
     with pytest.raises(swap.SwapClosedError, match="engine is closed"):
-        engine.start_read(PaperFile(), 0, AlignedBuffer(BLOCK).view)
+        start_read(engine, PaperFile(), 0, AlignedBuffer(BLOCK).view)
 
 
 def test_closing_while_another_thread_brings_a_new_device_fails_what_is_queued(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -447,14 +447,14 @@ def test_closing_while_another_thread_brings_a_new_device_fails_what_is_queued(m
         attached.wait(0.1)  # as it should be, only when this is over
 
     engine = Engine(EngineSettings(block_size=BLOCK), backend=Backend())
-    request = engine.start_read(PaperFile("one", 1), 0, AlignedBuffer(BLOCK).view)
+    request = start_read(engine, PaperFile("one", 1), 0, AlignedBuffer(BLOCK).view)
     monkeypatch.setattr(engine, "_attaching", Gate())
     monkeypatch.setattr(engine._available[1], "notify_all", attach_meanwhile)
     late: list[BaseException] = []
 
     def start() -> None:
         try:
-            engine.start_read(PaperFile("two", 2), 0, AlignedBuffer(BLOCK).view)
+            start_read(engine, PaperFile("two", 2), 0, AlignedBuffer(BLOCK).view)
         except swap.SwapClosedError as error:
             late.append(error)
 
@@ -476,7 +476,7 @@ def test_an_on_done_may_close_the_engine(kind: str, file: SwapFile) -> None:
         engine.close()
         closed.set()
 
-    engine.start_read(file, 4096, AlignedBuffer(BLOCK).view, on_done=close)
+    start_read(engine, file, 4096, AlignedBuffer(BLOCK).view, on_done=close)
     assert closed.wait(30)
 
 
@@ -493,12 +493,11 @@ def test_a_forked_child_is_told_and_does_no_harm(tmp_path: Path, *, held: bool) 
     if child == 0:
         signal.alarm(20)
         verbs = [
-            lambda: space.engine.start_read(PaperFile(), 4096, buffer.view),
+            lambda: start_read(space.engine, PaperFile(), 4096, buffer.view),
             lambda: space.start_read(extent, buffer.view),
             lambda: space.allocate(NBYTES),
             lambda: space.free(extent),
             lambda: space.claim(extent),
-            space.sync,
             space.make_durable,
             space.statistics,
         ]

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from doubles import FaultySystemCalls, Short
+from doubles import FaultySystemCalls, Short, start_write
 
 import swap
 from swap import AlignedBuffer, EngineSettings, FormatError, SwapFile, SwapFullError, SwapIOError, SwapSpace
@@ -29,7 +29,7 @@ def open_file(directory: Path, nbytes: int = MIB, **options: object) -> SwapFile
 def write_stamp(file: SwapFile, stamp: bytes) -> None:
     with swap.Engine(swap.EngineSettings(backend="inline")) as engine, AlignedBuffer(4096) as buffer:
         buffer.view[:] = stamp * 4096
-        engine.start_write(file, swap.DATA_OFFSET, buffer.view).wait()
+        start_write(engine, file, swap.DATA_OFFSET, buffer.view).wait()
 
 
 def test_a_swap_file_is_private_preallocated_and_removed(tmp_path: Path) -> None:
@@ -489,7 +489,7 @@ def use(space: SwapSpace) -> None:
         source.view[:] = os.urandom(64 << 10)
         extent = space.allocate(64 << 10)
         space.start_write(extent, source.view).wait(30)
-        space.sync()
+        space.make_durable()
         space.start_read(extent, target.view).wait(30)
         assert source.view == target.view
 

@@ -223,52 +223,6 @@ def test_a_space_that_cannot_begin_is_closed(tmp_path: Path) -> None:
     SwapSpace.open([tmp_path], name="r0", nbytes=MIB).close(remove=True)
 
 
-def test_sync_waits_for_writes_under_way(tmp_path: Path) -> None:
-    system = FaultySystemCalls()
-    space = SwapSpace.open([tmp_path], name="r0", nbytes=MIB, system=system)
-    stall = Stall()
-    buffer = AlignedBuffer(4096)
-    system.inject("pwritev", stall)
-    request = space.start_write(space.allocate(4096), buffer.view, on_done=lambda _: order.append("written"))
-    order: list[str] = []
-    real_fdatasync = system.fdatasync
-
-    def fdatasync(fd: int) -> None:
-        order.append("synced")
-        real_fdatasync(fd)
-
-    system.fdatasync = fdatasync  # type: ignore[method-assign]
-    assert stall.entered.wait(30)
-    stall.release()
-    space.sync()
-    assert request.done
-    assert order == ["written", "synced"]
-    space.close(remove=True)
-
-
-def test_sync_raises_for_a_write_that_fails_meanwhile(tmp_path: Path) -> None:
-    system = FaultySystemCalls()
-    settings = EngineSettings(queue_depth=1)
-    space = SwapSpace.open([tmp_path], name="r0", nbytes=MIB, settings=settings, system=system)
-    stall = Stall()
-    buffers = [AlignedBuffer(4096) for _ in range(2)]
-    system.inject("pwritev", stall, errno.EIO)
-    for buffer in buffers:
-        space.start_write(space.allocate(4096), buffer.view)
-    assert stall.entered.wait(30)
-    pending = space.engine.pending(swap.Operation.WRITE)
-    assert len(pending) == 2
-
-    def let_go_and_list(_: swap.Operation) -> list[swap.Request]:
-        stall.release()
-        return pending
-
-    space.engine.pending = let_go_and_list  # type: ignore[method-assign]
-    with pytest.raises(swap.SwapIOError, match="EIO"):
-        space.sync()
-    space.close(remove=True)
-
-
 def test_everything_after_close_is_a_clear_error(tmp_path: Path) -> None:
     space = SwapSpace.open([tmp_path], name="r0", nbytes=MIB)
     extent = space.allocate(4096)
@@ -280,7 +234,7 @@ def test_everything_after_close_is_a_clear_error(tmp_path: Path) -> None:
             lambda: space.start_read(extent, buffer.view),
             lambda: space.start_write(extent, buffer.view),
             lambda: space.claim(extent),
-            space.sync,
+            space.make_durable,
         ):
             with pytest.raises(swap.SwapClosedError):
                 use()
