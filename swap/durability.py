@@ -11,29 +11,17 @@ import errno
 import os
 import threading
 from collections.abc import Sequence
-from typing import Protocol
 
 from swap.errors import SwapIOError
+from swap.files import SwapFile
 
 
-class Durable(Protocol):
-    """A file on a device (`SwapFile`)."""
-
-    device: int
-
-    def sync(self) -> None:
-        """Wait until completed writes are durable."""
-
-    def sync_name(self) -> None:
-        """Wait until the file's name is durable."""
-
-
-def sync_files(files: Sequence[Durable], *, names: bool) -> None:
+def sync_files(files: Sequence[SwapFile], *, names: bool) -> None:
     """Wait until completed writes to all files are durable; with `names` also the files' names. Raises SwapIOError.
 
     Files on one device follow each other, and after one that fails nothing more is asked of that device.
     """
-    devices: dict[int, list[Durable]] = {}
+    devices: dict[int, list[SwapFile]] = {}
     for file in files:
         devices.setdefault(file.device, []).append(file)
     errors: dict[int, BaseException] = {}
