@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from swap.bench.cases import PATTERNS, Case, Measurement, Pattern, Sample, choose_best
 from swap.bench.ground import Ground
@@ -90,10 +90,9 @@ class Sweep:
 
     def _device(self, index: int, target: Target) -> DeviceResult:
         """One directory alone, at the settings of the fill: a sweep of each would take too long."""
-        fill = self.plan.fill
         found: dict[Pattern, Measurement] = {}
         for pattern in PATTERNS:
-            case = self._adapted(Case(pattern, fill.backend, fill.block_size, fill.queue_depth, fill.direct))
+            case = self._adapted(replace(self.plan.fill, pattern=pattern))
             self.progress(f"{self.plan.order.directories[index]} alone: {case}", 2 * self.plan.slice_seconds)
             found[pattern] = Measurement(case, self._measure(target, case, 2 * self.plan.slice_seconds)[0])
         file = self.ground.files[index]
@@ -121,8 +120,7 @@ class Sweep:
 
     def _adapted(self, case: Case) -> Case:
         """The case as this ground can run it: where direct I/O is refused, everything goes through the page cache."""
-        direct = case.direct and self.ground.direct
-        return Case(case.pattern, case.backend, case.block_size, case.queue_depth, direct)
+        return replace(case, direct=case.direct and self.ground.direct)
 
 
 def settled_at(series: Series) -> float | None:
@@ -142,7 +140,9 @@ def settled_at(series: Series) -> float | None:
     return None if begin is None else begin * series.window_seconds
 
 
-def run_bench(plan: Plan, progress: Progress | None = None, *, system: SystemCalls | None = None) -> BenchReport:
+def run_bench(
+    plan: Plan, progress: Progress = lambda _what, _seconds: None, *, system: SystemCalls | None = None
+) -> BenchReport:
     """Carry a plan out. Waits for about `plan.estimate_seconds()`.
 
     Raises SwapFullError or SwapIOError for a directory that cannot be used, SwapIOError for a failed transfer, and
@@ -163,7 +163,7 @@ def run_bench(plan: Plan, progress: Progress | None = None, *, system: SystemCal
             huge_pages=order.huge_pages,
             system=system,
         ) as ground:
-            return Sweep(plan, ground, progress or _silent, halt).run()
+            return Sweep(plan, ground, progress, halt).run()
 
     worker = ThreadPoolExecutor(1, "swap-bench")
     try:
@@ -178,7 +178,3 @@ def run_bench(plan: Plan, progress: Progress | None = None, *, system: SystemCal
     finally:
         halt.set()
         worker.shutdown()
-
-
-def _silent(what: str, seconds: float) -> None:  # noqa: ARG001 - nobody watches
-    return None
