@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from tiermem.cli import doctor, drives, main
+from tiermem.cli.doctor import cgroup_limit
 from tiermem.cli.drives import DriveReport, drive_node, examine_drive, is_rotational, queue_attribute
 from tiermem.cli.findings import Finding, Gpu, Limits, about_cpu, about_drive, about_gpus, about_memory, about_nodes
-from tiermem.cli.limits import cgroup_limit
 
 GIB = 1 << 30
 TOTAL = 64 * GIB

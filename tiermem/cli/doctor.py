@@ -32,10 +32,9 @@ from tiermem.cli.findings import (
     about_nodes,
     about_software,
 )
-from tiermem.cli.limits import cgroup_limit, soft_limit
 from tiermem.memory import numa
 from tiermem.memory.cuda import bus_address
-from tiermem.memory.machine import available_cores
+from tiermem.memory.machine import MEMBERSHIP, MOUNT, available_cores, control_group_limit
 from tiermem.optim.compiled import why_not
 
 
@@ -128,6 +127,18 @@ def examine(directories: Sequence[Path]) -> DoctorReport:
         cpu_available=available_cores(),
         threads=torch.get_num_threads(),
     )
+
+
+def cgroup_limit(memory_total: int, membership: Path = MEMBERSHIP, root: Path = MOUNT) -> int | None:
+    """Return the bytes this process's control groups leave it; None if that is no less than the machine's memory."""
+    tightest = control_group_limit(membership, root)
+    return tightest if tightest is not None and tightest < memory_total else None
+
+
+def soft_limit(which: int) -> int | None:
+    """Return what `resource.getrlimit` says this process may have of `which`; None: without limit."""
+    soft, _ = resource.getrlimit(which)
+    return None if soft == resource.RLIM_INFINITY else soft
 
 
 def find_cpu() -> tuple[str | None, tuple[str, ...] | None]:
