@@ -12,6 +12,7 @@ import json
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,6 @@ from tiermem.checkpoint.tensor_file import (
     open_tensors,
     read_text,
 )
-from tiermem.checkpoint.ties import is_same
 from tiermem.errors import ConfigError, InvariantError
 
 SINGLE = "model.safetensors"
@@ -45,6 +45,9 @@ INDEX = "model.safetensors.index.json"
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _IF_PICKLED = "pickles are never read: save the model as safetensors first"
 _ADVICE = dict.fromkeys((".bin", ".pt", ".pth", ".ckpt"), _IF_PICKLED) | {".json": "give the folder that it is in"}
+
+
+Place = tuple[TensorFile, TensorInfo]
 
 
 class PretrainedWeights:
@@ -136,13 +139,30 @@ def _advice_on_init(result: Match) -> str:
     return f"; pass init= to have {said}" if said else ""
 
 
-def _untied(result: Match, tensors: Mapping[str, tuple[TensorFile, TensorInfo]]) -> list[str]:
+def _untied(result: Match, tensors: Mapping[str, Place]) -> list[str]:
     """Pairs of tensors with different values for one parameter: one of them would be lost without a word."""
     return [
         f"{taken.name} and {other.name}"
         for wanted, taken, other in result.copies
-        if not is_same((tensors[taken.name][0], taken), (tensors[other.name][0], other), wanted.dtype)
+        if not _is_same((tensors[taken.name][0], taken), (tensors[other.name][0], other), wanted.dtype)
     ]
+
+
+def _is_same(first: Place, second: Place, dtype: torch.dtype) -> bool:
+    """Whether two tensors of one size have the same bits in `dtype`, a few MiB at a time."""
+    count = BLOCK_NBYTES // 8  # of the widest that there is
+    with ExitStack() as opened:
+        readers = [opened.enter_context(file.reading()) for file, _ in (first, second)]
+        for begin in range(0, first[1].numel, count):
+            length = min(count, first[1].numel - begin)
+            parts = []
+            for reader, (_, info) in zip(readers, (first, second), strict=True):
+                values = torch.empty(length, dtype=info.dtype, device="cpu")
+                reader.read(bytes_of(values), info.offset + begin * info.dtype.itemsize)
+                parts.append(bytes_of(values.to(dtype)))
+            if parts[0] != parts[1]:
+                return False
+    return True
 
 
 def expected_of(model: nn.Module) -> list[Expected]:
@@ -186,7 +206,7 @@ def rules_of(model: nn.Module) -> Rules:
     )
 
 
-def find_tensors(path: Path) -> dict[str, tuple[TensorFile, TensorInfo]]:
+def find_tensors(path: Path) -> dict[str, Place]:
     """Every tensor of a file or a folder, by name. Raises as `open_weights`."""
     if not path.is_dir():
         if not path.exists():
@@ -221,14 +241,14 @@ def _open_file(path: Path) -> TensorFile:
         ) from error
 
 
-def _all(file: TensorFile) -> dict[str, tuple[TensorFile, TensorInfo]]:
+def _all(file: TensorFile) -> dict[str, Place]:
     return {name: (file, info) for name, info in file.tensors.items()}
 
 
-def _indexed(folder: Path) -> dict[str, tuple[TensorFile, TensorInfo]]:
+def _indexed(folder: Path) -> dict[str, Place]:
     weight_map = _weight_map(folder / INDEX)
     files = {name: _shard(folder, name) for name in dict.fromkeys(weight_map.values())}
-    tensors: dict[str, tuple[TensorFile, TensorInfo]] = {}
+    tensors: dict[str, Place] = {}
     for file in files.values():  # what the index does not mention is surplus, and to be named as such
         tensors.update(_all(file))
     for name, shard in weight_map.items():
