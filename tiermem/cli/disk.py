@@ -15,11 +15,11 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from swap import SystemCalls, file_system_of, free_together
+from swap import file_system_of, free_together
 from tiermem.cli.abandoned import is_committed, remove_abandoned, remove_uncommitted
 from tiermem.errors import ConfigError
 from tiermem.memory.sizes import format_bytes
@@ -75,6 +75,14 @@ def _make_directory() -> str:
         raise ConfigError(f"no swap directory can be made here: {error}; name one with --swap-dir") from error
 
 
+@contextmanager
+def new_folders(directories: Sequence[Path], *, prefix: str) -> Iterator[list[Path]]:
+    """Yield a new folder in each of the directories, removed on leaving with what is in it."""
+    with ExitStack() as stack:
+        made = [stack.enter_context(tempfile.TemporaryDirectory(prefix=prefix, dir=each)) for each in directories]
+        yield list(map(Path, made))
+
+
 def require_directory(directory: Path) -> None:
     """Raise `ConfigError` unless `directory` is a directory in which files can be made."""
     if not directory.exists():
@@ -125,11 +133,6 @@ def require_room(directories: Sequence[Path], nbytes: int) -> None:
             f"swapping needs {format_bytes(nbytes)} ({nbytes} bytes) of disk, {names} has {format_bytes(free)} "
             f"({free} bytes) free; free some, add a --swap-dir on another disk, or choose a smaller model"
         )
-
-
-def free_bytes(directory: Path) -> int:
-    """Return the bytes an ordinary user may still write on the file system of `directory`, as `swap` counts them."""
-    return SystemCalls().free_bytes(os.fspath(directory))
 
 
 def capacity_bytes(directories: Sequence[Path]) -> int:

@@ -19,8 +19,7 @@ import psutil
 
 from swap.errors import NO_SPACE
 from swap.patience import PatientSystemCalls
-from swap.syscalls import UNCOUNTED
-from tiermem.cli.disk import free_bytes
+from swap.syscalls import UNCOUNTED, SystemCalls
 from tiermem.memory.numa import block_node
 from tiermem.memory.sizes import format_bytes
 
@@ -99,7 +98,7 @@ def examine_drive(directory: Path) -> DriveReport:
 
 
 def _known_free_bytes(directory: Path) -> int | None:
-    free = free_bytes(directory)
+    free = SystemCalls().free_bytes(os.fspath(directory))  # as `swap` counts them
     return free if free < UNCOUNTED else None
 
 

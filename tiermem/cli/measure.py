@@ -11,7 +11,6 @@ import datetime as dt
 import functools
 import itertools
 import platform
-import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -22,9 +21,9 @@ from pathlib import Path
 
 import torch
 
-from swap import AlignedBuffer, EngineSettings, Extent, Request, SwapSpace, free_together
+from swap import AlignedBuffer, Extent, Request, SwapSpace, free_together
 from tiermem.cli.abandoned import remove_abandoned
-from tiermem.cli.disk import require_directory
+from tiermem.cli.disk import new_folders, require_directory
 from tiermem.cli.measure_device import device_room, is_real, measure_device, rates_key
 from tiermem.cli.measure_layer import ANY_LAYER, LayerShape, in_time, layer_flops, slowed, train_layer
 from tiermem.cli.timing import mean_seconds, median_seconds, seconds_of
@@ -186,19 +185,11 @@ def measure_drive(directories: Sequence[Path], *, seconds: float = _DRIVE_SECOND
 @contextmanager
 def _space(directories: Sequence[Path], nbytes: int) -> Iterator[SwapSpace]:
     """A swap space of its own in a new folder of each directory, removed afterwards."""
-    made = [Path(tempfile.mkdtemp(prefix="tiermem-measure-", dir=directory)) for directory in directories]
-    try:
-        settings = EngineSettings()
-        with SwapSpace.open(made, name=SPACE_NAME, nbytes=nbytes + (64 << 20), settings=settings) as space:
-            try:
-                yield space
-            finally:
-                space.close(remove=True)
-    finally:
-        for directory in made:
-            for left in directory.iterdir():
-                left.unlink()
-            directory.rmdir()
+    with (
+        new_folders(directories, prefix="tiermem-measure-") as made,
+        SwapSpace.open(made, name=SPACE_NAME, nbytes=nbytes + (64 << 20)) as space,
+    ):
+        yield space
 
 
 def _move(*rows: Iterator[Request]) -> None:

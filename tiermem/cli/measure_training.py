@@ -11,10 +11,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from typing import Any
 from torch import nn
 
 import tiermem
+from tiermem.cli.disk import new_folders
 from tiermem.config import Config
 from tiermem.overlap import explain_stalls
 from tiermem.planner.design import make_design
@@ -97,11 +96,7 @@ def train_steps(
     Raises what training raises.
     """
     found: list[tuple[float, int, int]] = []
-    with ExitStack() as folders:
-        made = [
-            folders.enter_context(tempfile.TemporaryDirectory(prefix="tiermem-measure-", dir=directory))
-            for directory in config.swap_paths
-        ]
+    with new_folders(config.swap_paths, prefix="tiermem-measure-") as made:
         with tiermem.deferred_init():
             model = make()
         with tiermem.offload(model, dataclasses.replace(config, swap_dirs=made), **offloading) as runtime:
@@ -114,7 +109,7 @@ def train_steps(
                 seconds = time.perf_counter() - started
                 last = runtime.statistics().last
                 found.append((seconds, last.bytes_read if last else 0, last.bytes_written if last else 0))
-            trace = Path(made[0]) / "timeline.json"
+            trace = made[0] / "timeline.json"
             runtime.timeline(trace)
         taken, read, written = zip(*found[_WARM_UP:], strict=True)
         return Measured(taken, read, written, **seen_in(trace, steps))

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-import tempfile
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from rich.console import Console
 
 from tiermem.cli.abandoned import remove_abandoned
 from tiermem.cli.beginning import say_slow
+from tiermem.cli.disk import new_folders
 from tiermem.cli.modelwork import model_workload
 from tiermem.cli.plan import find_machine
 from tiermem.cli.subject import TrainOptions, find_subject
@@ -58,12 +57,8 @@ def tune_training(options: TrainOptions, config: Config, choice: Choice, console
         say_slow(config.dtype, console)
 
     def measure(candidate: Config) -> float:
-        with ExitStack() as folders:
-            directories = [
-                folders.enter_context(tempfile.TemporaryDirectory(prefix="tiermem-tune-", dir=directory))
-                for directory in candidate.swap_paths
-            ]
-            mine = dataclasses.replace(candidate, swap_dirs=directories, commits=False)
+        with new_folders(candidate.swap_paths, prefix="tiermem-tune-") as made:
+            mine = dataclasses.replace(candidate, swap_dirs=made, commits=False)
             training = Training(options, mine, subject)
             try:
                 seconds = [training.step(number).seconds for number in range(WARM_UP + choice.steps)]
