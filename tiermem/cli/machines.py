@@ -26,6 +26,7 @@ from tiermem.cli.measure_workload import stand_for, with_rates_for
 from tiermem.config import Config
 from tiermem.errors import ConfigError
 from tiermem.memory.machine import available_cores
+from tiermem.output_file import write_whole
 from tiermem.planner.machine import Machine, machine_from_dict, machine_to_dict
 from tiermem.planner.tilesizes import planned_tile
 from tiermem.planner.workload import Workload
@@ -113,9 +114,7 @@ def _kept(
             file.unlink(missing_ok=True)  # else what was to be measured again would be back the next time
             return machine
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_suffix(f".{os.getpid()}")
-        partial.write_text(json.dumps(machine_to_dict(machine), indent=1) + "\n", encoding="utf-8")
-        partial.replace(file)
+        write_whole(file, json.dumps(machine_to_dict(machine), indent=1) + "\n")
     return machine
 
 
