@@ -9,20 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from tiermem.cli.report import StepReport
 from tiermem.errors import ConfigError
-
-
-class Scalars(Protocol):
-    """What TensorBoard's `SummaryWriter` offers, as far as it is used."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
-        """Add a point to a curve."""
-
-    def close(self) -> None:
-        """Write what is left."""
 
 
 def require_scalars(directory: Path | None) -> None:
@@ -32,7 +22,7 @@ def require_scalars(directory: Path | None) -> None:
 
 
 @contextmanager
-def open_scalars(directory: Path | None) -> Iterator[Scalars | None]:
+def open_scalars(directory: Path | None) -> Iterator[Any | None]:
     """Yield a writer into `directory`, or None without one. Raises ConfigError if TensorBoard is not installed."""
     if directory is None:
         yield None
@@ -44,7 +34,7 @@ def open_scalars(directory: Path | None) -> Iterator[Scalars | None]:
         writer.close()
 
 
-def _writer_class() -> Callable[[str], Scalars]:
+def _writer_class() -> Callable[[str], Any]:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
@@ -52,8 +42,8 @@ def _writer_class() -> Callable[[str], Scalars]:
     return SummaryWriter
 
 
-def add_step(writer: Scalars, step: StepReport) -> None:
-    """Add the figures of a step."""
+def add_step(writer: Any, step: StepReport) -> None:
+    """Add the figures of a step to a `SummaryWriter` of TensorBoard's."""
     figures = {
         "loss": step.loss,
         "tokens per second": step.tokens / step.seconds,
