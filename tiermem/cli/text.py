@@ -14,7 +14,6 @@ import re
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -60,22 +59,11 @@ class Corpus:
         return b"".join(parts)
 
 
-class TokenSource(Protocol):
-    """Anything that cuts sequences of tokens from a corpus."""
-
-    vocabulary: int
-    corpus: Corpus
-    made_by: str  # which tokenizer makes them, by the size of its file, or none
-
-    def sequence(self, generator: np.random.Generator, length: int) -> np.ndarray:
-        """Return `length` consecutive tokens (int64) from a place chosen by `generator`."""
-
-
 class ByteTokens:
     """Every byte is a token: a vocabulary of 256, and no tokenizer to fetch."""
 
     vocabulary = 256
-    made_by = "none"
+    made_by = "none"  # else the tokenizer, by the size of its file
 
     def __init__(self, corpus: Corpus) -> None:
         self.corpus = corpus
@@ -125,6 +113,10 @@ class TokenizerTokens:
             return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
         except Exception as error:  # the library raises nothing narrower
             raise ConfigError(f"{self.path} cannot make tokens of the text: {error}; choose another one") from error
+
+
+TokenSource = ByteTokens | TokenizerTokens
+"""What cuts sequences of tokens from a corpus, each from a place chosen by a generator."""
 
 
 def choose_offset(corpus: Corpus, generator: np.random.Generator, length: int) -> int:
