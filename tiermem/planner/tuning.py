@@ -8,9 +8,11 @@ less than a hundredth, and that the choice is never slower, by the model, than a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from tiermem.errors import CapacityError
+from tiermem.memory.rounding import round_down
 from tiermem.planner.machine import Machine
 from tiermem.planner.predict import seconds_of_step
 from tiermem.planner.settings import PlanSettings
@@ -66,29 +68,21 @@ def search(settings: PlanSettings, seconds: Seconds, *, updates: Sequence[str] =
     """The search itself; `seconds` is asked once for each settings, and raises CapacityError for what does not fit."""
     default = Trial("", settings, seconds(settings))
     trials = [default]
-    known: dict[PlanSettings, float | None] = {settings: default.seconds}
+    known = {settings}
     best = default
     for _ in range(_ROUNDS):
         before = best
         for knob in KNOBS:
             for tried in _neighbours(best.settings, knob, updates):
                 if tried not in known:
-                    known[tried] = _ask(seconds, tried)
-                    taken = known[tried]
-                    if taken is not None:
-                        trials.append(Trial(knob, tried, taken))
+                    known.add(tried)
+                    with suppress(CapacityError):
+                        trials.append(Trial(knob, tried, seconds(tried)))
             best = min([best, *trials], key=lambda trial: trial.seconds)
         if best is before:
             break
     worth_while = best.seconds < default.seconds * (1 - WORTH_WHILE)
     return Tuning(tuple(trials), best if worth_while else default)
-
-
-def _ask(seconds: Seconds, settings: PlanSettings) -> float | None:
-    try:
-        return seconds(settings)
-    except CapacityError:
-        return None
 
 
 def _neighbours(settings: PlanSettings, knob: str, updates: Sequence[str]) -> list[PlanSettings]:
@@ -98,14 +92,10 @@ def _neighbours(settings: PlanSettings, knob: str, updates: Sequence[str]) -> li
         return [replace(settings, update=update) for update in updates]
     if knob == "look_ahead":
         shares = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4)
-        return [replace(settings, look_ahead=_whole(host * share)) for share in shares]
+        return [replace(settings, look_ahead=max(4096, round_down(int(host * share), 4096))) for share in shares]
     if knob == "tile_nbytes":
         sizes = [size * _MIB for size in (1, 2, 4, 8, 16, 32, 64) if size * _MIB * 4 <= host]
         return [replace(settings, tile_nbytes=size) for size in sizes]
     if knob == "queue_depth":
         return [replace(settings, queue_depth=depth) for depth in (1, 2, 4, 8, 16, 32)]
     return [replace(settings, block_size=size * _MIB) for size in (1, 2, 4, 8, 16)]
-
-
-def _whole(nbytes: float) -> int:
-    return max(4096, int(nbytes) // 4096 * 4096)
