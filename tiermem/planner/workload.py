@@ -6,7 +6,7 @@ Does not know modules, machines, ranks or budgets. Guarantees that an order uses
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tiermem.config import parse_dtype
@@ -129,18 +129,14 @@ def order_of(calls: Sequence[tuple[int, bool]]) -> tuple[Access, ...]:
     Each call is a unit and whether backward needs the unit's values there: an embedding's look-up does not. Autograd
     adds up what the calls of a unit contribute, so its gradient arrives where backward meets it last.
     """
-    return tuple(_order(calls))
-
-
-def _order(calls: Sequence[tuple[int, bool]]) -> Iterator[Access]:
-    yield from (Access(unit, Phase.FORWARD) for unit, _ in calls)
+    order = [Access(unit, Phase.FORWARD) for unit, _ in calls]
     first = {unit: position for position, (unit, _) in reversed(list(enumerate(calls)))}
-    for position in reversed(range(len(calls))):
-        unit, values_needed = calls[position]
+    for position, (unit, values_needed) in reversed(list(enumerate(calls))):
         if values_needed:
-            yield Access(unit, Phase.BACKWARD)
+            order.append(Access(unit, Phase.BACKWARD))
         if first[unit] == position:
-            yield Access(unit, Phase.GRADIENT)
+            order.append(Access(unit, Phase.GRADIENT))
+    return tuple(order)
 
 
 def unit_flops(numel: int, tokens: int, *, seq: int = 0, width: int = 0) -> float:
