@@ -19,7 +19,7 @@ from tiermem.checkpoint.shard import Holding
 from tiermem.errors import ResumeError
 from tiermem.optim.masters import MomentsOf
 from tiermem.pager.tiling import TileRange
-from tiermem.zero3.layout import Slot
+from tiermem.zero3.layout import memory_order
 
 
 class SnapshotWeights:
@@ -69,17 +69,13 @@ class SnapshotWeights:
         slot, begin, kept = holding.slot, holding.first, self._kept[holding.slot.names[0]]
         if FIRST not in kept.planes or not holding.count:
             return None
-        if slot.stride != kept.stride:
-            planes = [self._arranged(kept, plane, slot)[begin : begin + holding.count] for plane in (FIRST, SECOND)]
-            return lambda cut: (_part(planes[0], cut), _part(planes[1], cut))
         compare = self._compare
+        if slot.stride != kept.stride:
+            wholes = (self._snapshot.whole(kept, plane, compare=compare) for plane in (FIRST, SECOND))
+            planes = [memory_order(whole, slot, torch.float32)[begin : begin + holding.count] for whole in wholes]
+            return lambda cut: (_part(planes[0], cut), _part(planes[1], cut))
         readers = [self._snapshot.reader(kept, plane, first=begin, compare=compare) for plane in (FIRST, SECOND)]
         return lambda cut: (_next(readers[0], cut.length), _next(readers[1], cut.length))
-
-    def _arranged(self, kept: Kept, plane: str, slot: Slot) -> torch.Tensor:
-        values = torch.empty_strided(slot.shape, slot.stride, dtype=torch.float32, device="cpu")
-        values.copy_(self._snapshot.whole(kept, plane, compare=self._compare))
-        return values.as_strided((slot.numel,), (1,))
 
 
 def fill_buffer(model: nn.Module, name: str, buffer: torch.Tensor, values: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from tiermem.errors import ConfigError, TiermemError
 from tiermem.optim.service import Moments
-from tiermem.zero3.layout import Slot
+from tiermem.zero3.layout import Slot, memory_order
 
 if TYPE_CHECKING:
     from tiermem.runtime.house import House
@@ -83,7 +83,9 @@ class PagedMoments:
             number = piece.slot.parameter
             if number in given:
                 own = slice(piece.begin, piece.begin + piece.length)
-                first, second = (_in_memory_order(values, piece.slot)[own] for values in given[number])
+                # No copy where they lie like that: they may be of a file that is mapped, and be larger than memory.
+                flat = (memory_order(values.detach().cpu(), piece.slot, torch.float32) for values in given[number])
+                first, second = (values[own] for values in flat)
                 found[number] = first, second
             elif layout.dtype == torch.float16:
                 found[number] = states.read_moments(unit, number)
@@ -109,12 +111,3 @@ def _require_fitting(slot: Slot, moments: Moments) -> None:
                 f"{values.layout} on {values.device}: load files without map_location='meta', make what is sparse "
                 "dense, and what is divided over ranks whole (full_tensor())"
             )
-
-
-def _in_memory_order(values: torch.Tensor, slot: Slot) -> torch.Tensor:
-    """As float32, 1-D; itself, if it lies like that: it may be of a file that is mapped, and be larger than memory."""
-    if values.dtype == torch.float32 and values.device.type == "cpu" and values.stride() == slot.stride:
-        return values.detach().as_strided((slot.numel,), (1,))
-    arranged = torch.empty_strided(slot.shape, slot.stride, dtype=torch.float32, device="cpu")
-    arranged.copy_(values.detach())
-    return arranged.as_strided((slot.numel,), (1,))
