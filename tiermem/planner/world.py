@@ -24,6 +24,8 @@ from tiermem.pager.schedule import Schedule
 from tiermem.pager.service import LeaseRequest, Service
 from tiermem.planner.clock import Clock, Pulse, Signal
 from tiermem.planner.design import Design
+from tiermem.planner.device import DeviceFootprint
+from tiermem.planner.footprint import Footprint
 from tiermem.planner.lines import Cores, DriveModel, Wire
 from tiermem.planner.stands import SimulatedArena, SimulatedEdge
 from tiermem.stats import Counters
@@ -118,7 +120,7 @@ class World:
         )
         self.counters = Counters(clock=lambda: self.clock.now)
         self.residency = RecordingResidency(self._chain(), Forecast(), self.counters, ended=self._ended)
-        self.service = Service(self.residency, self._appetite())
+        self.service = Service(self.residency, appetites(design.footprint, design.device))
         self.pump = Pulse()  # due: something has happened after which the pager does its work
         self.waiting: LeaseRequest | str | None = None  # what the computation waits for
         self.stalls: dict[str, float] = {}
@@ -260,13 +262,6 @@ class World:
         design = self.design
         return Chain(arenas=arenas, edges=edges, settled=design.settled, kept=design.kept)
 
-    def _appetite(self) -> dict[Tier, Appetite]:
-        footprint, device = self.design.footprint, self.design.device
-        appetite = {Tier.HOST: Appetite(footprint.look_ahead, footprint.reserve, lead=footprint.lead)}
-        if device is not None:
-            appetite[Tier.DEVICE] = Appetite(look_ahead=min(device.look_ahead, device.nbytes), reserve=device.reserve)
-        return appetite
-
     def _ended(self, page: Page, move: Move, error: BaseException | None) -> None:
         self.residency.finish_move(page, move, error)
         self.pump.due = True
@@ -301,3 +296,11 @@ class World:
         else:
             cause = "update kernel"
         self.stalls[cause] = self.stalls.get(cause, 0.0) + seconds
+
+
+def appetites(host: Footprint, device: DeviceFootprint | None) -> dict[Tier, Appetite]:
+    """How far the pager looks ahead on each tier, here and in a run."""
+    found = {Tier.HOST: Appetite(look_ahead=host.look_ahead, reserve=host.reserve, lead=host.lead)}
+    if device is not None:
+        found[Tier.DEVICE] = Appetite(look_ahead=min(device.look_ahead, device.nbytes), reserve=device.reserve)
+    return found

@@ -21,11 +21,11 @@ from tiermem.errors import ConfigError, ResumeError
 from tiermem.memory.arena import Arena, HostArena
 from tiermem.memory.devices import Device
 from tiermem.memory.tiers import Tier
-from tiermem.pager.ahead import Appetite
 from tiermem.pager.edges import Chain, device_chain, host_chain
 from tiermem.pager.extents import Extents, from_rows, page_key
 from tiermem.pager.page import PageKey
 from tiermem.pager.pager import Pager
+from tiermem.planner.world import appetites
 from tiermem.runtime.beginning import SPACE_NAME, Beginning, refuse_committed, require_room
 from tiermem.runtime.blueprint import Blueprint
 from tiermem.runtime.rhythm import CommitRhythm
@@ -184,19 +184,10 @@ def open_storage(
         )
         arenas = arenas or _make_arenas(config, blueprint, device)
         chain = _make_chain(arenas, blueprint, device, extents)
-        pager = Pager(chain, _appetites(blueprint), counters=counters, timeline=timeline)
+        pager = Pager(chain, appetites(blueprint.footprint, blueprint.device), counters=counters, timeline=timeline)
         opened.pop_all()
     beside = blueprint.beside_nbytes
     return Storage(space, extents, store, recovered, chain.arenas, device, pager, counters, timeline, rhythm, beside)
-
-
-def _appetites(blueprint: Blueprint) -> dict[Tier, Appetite]:
-    """How far the pager looks ahead on each tier."""
-    host, device = blueprint.footprint, blueprint.device
-    appetites = {Tier.HOST: Appetite(look_ahead=host.look_ahead, reserve=host.reserve, lead=host.lead)}
-    if device is not None:
-        appetites[Tier.DEVICE] = Appetite(look_ahead=device.look_ahead, reserve=device.reserve)
-    return appetites
 
 
 def _make_arenas(config: Config, blueprint: Blueprint, device: Device | None) -> list[Arena]:
