@@ -174,9 +174,8 @@ def own_directories(config: Config, company: Company) -> Config:
     The paths are absolute: the run goes on where it began, whatever directory the process changes to.
     """
     paths = [path.absolute() for path in config.swap_paths]
-    if company.size == 1:
-        return dataclasses.replace(config, swap_dirs=[str(path) for path in paths])
-    paths = [path / f"{RANK_PREFIX}{company.rank:05d}" for path in paths]
+    if company.size > 1:
+        paths = [path / f"{RANK_PREFIX}{company.rank:05d}" for path in paths]
     return dataclasses.replace(config, swap_dirs=[str(path) for path in paths])
 
 
