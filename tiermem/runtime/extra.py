@@ -133,10 +133,6 @@ def _text(data: bytes, what: str) -> str:
     return base64.b64encode(data).decode("ascii")
 
 
-def _dict_of(record: dict[str, Any]) -> dict[Any, Any]:
-    return {key: from_record(item) for key, item in record["items"]}
-
-
 def _bytes_of(record: dict[str, Any]) -> bytes:
     return base64.b64decode(record["data"])
 
@@ -148,7 +144,7 @@ def _array_of(record: dict[str, Any]) -> Any:
 
 
 _READERS: Mapping[str, Callable[[dict[str, Any]], Any]] = {
-    "dict": _dict_of,
+    "dict": lambda record: {key: from_record(item) for key, item in record["items"]},
     "tuple": lambda record: tuple(from_record(record["items"])),
     "bytes": _bytes_of,
     "tensor": lambda record: tensor_of(record["dtype"], record["shape"], record["data"]),
