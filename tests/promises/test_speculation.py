@@ -495,6 +495,24 @@ def test_what_is_looked_at_before_the_step_is_what_was(update, tmp_path):
             assert not same(runtime.parameter(weight), before[0])
 
 
+def test_a_gradient_that_is_used_up_before_the_step_is_not_taken_for_none(tmp_path):
+    torch.manual_seed(0)
+    model = Wide()
+    with tiermem.offload(model, config_for(tmp_path, budget_for(model, tmp_path, "beside"), "backward")) as runtime:
+        optimizer = tiermem.AdamW(model.parameters(), lr=1e-2)
+        weight = model.layers[2].up.weight
+        for number in range(3):
+            wide_batch(model).backward()
+            if number:
+                with pytest.raises(tiermem.TiermemError, match=r"gradient of layers.2.up.weight is used up.*'auto'"):
+                    runtime.gradient(weight)
+            else:  # nobody knows yet how many gradients a step brings
+                assert runtime.gradient(weight) is not None
+            optimizer.step()
+            assert runtime.gradient(weight) is None
+            optimizer.zero_grad()
+
+
 @pytest.mark.parametrize(("how", "budget"), half_of([("backward", None), ("backward", 1e9), ("auto", None)], BUDGETS))
 def test_an_evaluation_before_the_step_is_warned_of_where_it_computes_with_what_is_behind(how, budget, tmp_path):
     update, max_norm = how

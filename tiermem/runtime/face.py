@@ -214,12 +214,12 @@ class Runtime(Closing):
     def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """A copy of this step's gradient, of the parameter's shape and dtype, or None; waits for it. Collective.
 
-        Before clipping; the mean over ranks.
+        Before clipping; the mean over ranks. TiermemError where update="backward" has used it up before `step()`.
         """
         unit, slot = place_of(parameter, self._house)
         house = self._open()
         house.ledger.line_up()
-        if not house.ledger.is_readable(unit, slot.parameter):
+        if not house.ledger.is_readable(unit, slot, spent=house.coordinator.spent):
             return None
         return house.scheduler.gradients.read(slot.parameter)
 

@@ -24,6 +24,7 @@ from tiermem.runtime.plans import StepPlans
 from tiermem.zero3.conductor import Act
 from tiermem.zero3.engine import hidden
 from tiermem.zero3.gather import Gatherer
+from tiermem.zero3.layout import Slot
 from tiermem.zero3.order import Phase, StepOrder
 from tiermem.zero3.scheduler import GatherScheduler
 
@@ -73,9 +74,17 @@ class GradientLedger:
             return numbers
         return [number for number in numbers if number not in self._claimed and number not in self._borrowed]
 
-    def is_readable(self, unit: int, parameter: int) -> bool:
-        """Whether this parameter of the unit has a gradient that no update has used up, or will without being asked."""
-        return parameter in self._borrowed or parameter in self.present(unit)
+    def is_readable(self, unit: int, slot: Slot, *, spent: bool) -> bool:
+        """Whether this parameter of the unit has a gradient that no update has used up, or will without being asked.
+
+        `spent`: whether updates of this step were for good before `step()`. TiermemError if one used this gradient.
+        """
+        if spent and slot.parameter in self._claimed:  # "no gradient" would be wrong: plain PyTorch has it until then
+            raise TiermemError(
+                f"the gradient of {slot.names[0]} is used up: update='backward' has updated its unit in backward. To "
+                "have gradients until step() choose update='auto', 'forward' or 'step', or clip (max_grad_norm)"
+            )
+        return slot.parameter in self._borrowed or slot.parameter in self.present(unit)
 
     def norms(self, parameters: Sequence[int]) -> list[torch.Tensor]:
         """The 2-norm of each parameter's accumulated gradient."""
