@@ -71,7 +71,9 @@ def refuse_trained_pages(model: nn.Module, runtime: Runtime) -> None:
         if parameter.requires_grad and registry.find(parameter) is not None:
             raise ConfigError(
                 f"parameter {name} is offloaded and to be trained: the optimizer of adapters finds no gradient of it. "
-                "Freeze it, or train all of the model with tiermem.integrations.trainer.Trainer"
+                "Give the model with its adapters, peft.get_peft_model(base, ...), which freezes the base (a "
+                "peft_config= of trl puts them on too late), or train all of it with "
+                "tiermem.integrations.trainer.Trainer"
             )
 
 

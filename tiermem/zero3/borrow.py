@@ -119,7 +119,8 @@ def _warn(function: Callable[..., Any], args: Sequence[Any]) -> None:
         frame, level = frame.f_back, level + 1
     warnings.warn(
         f"{name} was given a parameter whose values are paged out, and makes NaN of it: use runtime.parameter(p), "
-        "which is a copy, or put `with runtime.gathered(module_or_parameters):` around it",
+        "a copy that no gradient comes to, or put `with runtime.gathered(module_or_parameters):` around it and, if it "
+        "is trained by that, around backward",
         RuntimeWarning,
         stacklevel=level,
     )
