@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +86,28 @@ def test_a_scheduler_and_an_optimizer_of_ones_own_with_groups(tmp_path: Path) ->
     check(paged(tmp_path / "paged", kind=Own), expected)
     # 0 leaves the norm to the optimizer
     check(paged(tmp_path / "again", kind=Own, max_grad_norm=0), expected)
+
+
+def _by_layers(trainer: transformers.Trainer, adamw: Callable[..., torch.optim.Optimizer]) -> torch.optim.Optimizer:
+    """Groups as scripts make them that have another learning rate for each layer."""
+    if trainer.optimizer is None:
+        parameters = enumerate(trainer.model.parameters())
+        trainer.optimizer = adamw([{"params": [each], "lr": 1e-2 * 0.9**number} for number, each in parameters])
+    return trainer.optimizer
+
+
+class _PlainByLayers(transformers.Trainer):
+    def create_optimizer(self, *others: Any) -> torch.optim.Optimizer:
+        return _by_layers(self, functools.partial(torch.optim.AdamW, fused=True))
+
+
+class _PagedByLayers(Trainer):
+    def create_optimizer(self, *others: Any) -> torch.optim.Optimizer:
+        return _by_layers(self, tiermem.AdamW)
+
+
+def test_a_subclass_that_makes_the_optimizer_is_clipped_as_the_arguments_say(tmp_path: Path) -> None:
+    check(paged(tmp_path / "paged", kind=_PagedByLayers), plain(tmp_path / "plain", kind=_PlainByLayers))
 
 
 def test_gradients_of_a_run_broken_off_are_forgotten(tmp_path: Path) -> None:

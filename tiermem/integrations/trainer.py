@@ -123,8 +123,19 @@ class Trainer(UnwrappedTrainer):
                 self._clipping = None
 
     def create_optimizer(self, *others: Any, **named: Any) -> Any:
-        """As transformers', with tiermem.AdamW. As training begins it learns how to clip, and forgets old gradients."""
+        """As transformers', with tiermem.AdamW."""
         super().create_optimizer(*others, **named)
+        self._begin()
+        return self.optimizer
+
+    def create_scheduler(self, *others: Any, **named: Any) -> Any:
+        """As transformers'. By now there is an optimizer, also where a subclass makes one without asking us."""
+        if self.is_in_train:
+            self._begin()
+        return super().create_scheduler(*others, **named)
+
+    def _begin(self) -> None:
+        """As training begins the optimizer learns how to clip, and forgets old gradients; twice does no harm."""
         optimizer: Any = self.optimizer
         while isinstance(optimizer, AcceleratedOptimizer):
             optimizer = optimizer.optimizer
@@ -135,7 +146,6 @@ class Trainer(UnwrappedTrainer):
             optimizer.max_grad_norm = self._max_norm(self._clipping[1])
             optimizer.zero_grad()  # the Trainer asks the model to, which has no .grad: those of a run broken off
             self._logged = self.runtime.statistics().total
-        return self.optimizer
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, dict[str, Any]]:  # noqa: ARG004
