@@ -22,6 +22,7 @@ from typing import Self
 from swap import superblock
 from swap.blocks import ALIGNMENT, is_aligned
 from swap.buffers import AlignedBuffer
+from swap.direct_io import NO_DIRECT, takes_direct
 from swap.errors import NO_SPACE, FormatError, SwapClosedError, SwapFullError, SwapIOError, reporting, why_full
 from swap.file_systems import file_system_of
 from swap.intact import has_all_blocks, require_intact
@@ -223,22 +224,20 @@ class SwapFile:
         self._reserve(self._before)
 
     def _choose_direct(self) -> None:
-        """Open anew with O_DIRECT and keep that descriptor if the header can be read through it."""
+        """Open anew with O_DIRECT and keep that descriptor if the header can be moved through it."""
         try:
             fd = _open(self.path, self._system, direct=True)
         except SwapIOError as error:
-            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            if error.errno not in NO_DIRECT:
                 raise
             return
         try:
-            with AlignedBuffer(ALIGNMENT) as probe:
-                self._system.preadv(fd, probe.view, 0)
-        except BaseException as error:
+            takes = takes_direct(fd, self.path, self._system)
+        except BaseException:
             close_descriptor(fd, self.path, self._system)
-            if not isinstance(error, OSError):
-                raise
-            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-                raise SwapIOError("read", self.path, length=ALIGNMENT, errno=error.errno or errno.EIO) from error
+            raise
+        if not takes:
+            close_descriptor(fd, self.path, self._system)
             return
         old, self._fd = self._fd, fd
         self._unlock(old)  # explicitly: a child that is forked meanwhile has this descriptor, too

@@ -89,6 +89,7 @@ DRIVE = DriveReport("/nvme0", True, True, 1400 * 10**9, "ext4", True, False, 512
         ({"direct_io": False}, "ext4 or xfs"),
         ({"rotational": True}, "spins"),
         ({"logical_block": 8192}, "blocks of 8192 bytes"),
+        ({"logical_block": 8192, "direct_io": False}, "blocks of 8192 bytes"),
         ({"exists": False}, "make or mount it"),
         ({"writable": False}, "choose another directory, or allow it"),
     ],
@@ -246,16 +247,18 @@ def test_a_directory_that_takes_no_file_is_a_problem_and_the_rest_is_said(
     assert "nothing can be swapped there" in finding["means"]
 
 
+@pytest.mark.parametrize("call", ["file_system", "tempfile.mkstemp"])
 def test_a_drive_that_does_not_answer_is_a_problem_and_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, call: str
 ) -> None:
+    """Whether it is asked what it is, or for a file: a server that is gone keeps whoever looks at the directory."""
     answered = threading.Event()
 
-    def silent(**_: object) -> None:
+    def silent(*_: object, **__: object) -> None:
         answered.wait(60)
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(drives.tempfile, "mkstemp", silent)
+    monkeypatch.setattr(f"tiermem.cli.drives.{call}", silent)
     monkeypatch.setattr(drives, "_PATIENCE", 0.1)
     report = examine_drive(tmp_path)
     answered.set()
@@ -263,6 +266,22 @@ def test_a_drive_that_does_not_answer_is_a_problem_and_not_waited_for(
         None,
         "its drive has not answered for 0.1 seconds; see the kernel log",
     )
+
+
+def test_a_mount_whose_server_has_ended_is_a_problem_and_the_rest_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = os.stat
+
+    def gone(path: Any, **options: Any) -> os.stat_result:
+        if path == tmp_path:
+            raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
+        return real(path, **options)
+
+    monkeypatch.setattr(os, "stat", gone)
+    assert main.run(["doctor", "--swap-dir", str(tmp_path), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["problems"] == [f"{tmp_path} takes no new file: Transport endpoint is not connected"]
 
 
 def test_a_full_disk_is_not_said_to_refuse_direct_io(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

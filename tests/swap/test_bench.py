@@ -341,7 +341,7 @@ def test_a_drive_that_stops_answering_ends_the_measurement(
     monkeypatch.setattr("swap.bench.load.EngineSettings", partial(EngineSettings, stall_seconds=1.0))
     system, stall = FaultySystemCalls(), Stall()
     only_what_is_held_is_silent(monkeypatch, stall.entered.is_set)
-    system.inject("pwritev", *[None] * (1 + passed), stall)  # the first one writes the header
+    system.inject("pwritev", *[None] * (2 + passed), stall)  # the first two write the header
     try:
         with pytest.raises(SwapTimeoutError, match="did not answer"):
             run_bench(make_plan(replace(TINY, directories=(tmp_path,), backends=("threads",))), system=system)

@@ -523,6 +523,43 @@ def test_direct_io_that_only_reads_refuse_is_not_used(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+@pytest.mark.parametrize("keep", [False, True])
+def test_direct_io_that_only_writes_refuse_is_not_used(tmp_path: Path, keep: bool) -> None:
+    """As mergerfs 2.33 does, which Debian 12 and Ubuntu 24.04 have."""
+    if keep:
+        file = open_file(tmp_path)
+        write_stamp(file, b"k")
+        file.close()
+    system = FaultySystemCalls()
+    system.inject("pwritev", *([] if keep else [None]), errno.EINVAL)
+    file = open_file(tmp_path, system=system, keep=keep)
+    assert not file.direct
+    assert keep == (Path(file.path).read_bytes()[swap.DATA_OFFSET :][:4096] == b"k" * 4096)
+    write_stamp(file, b"l")
+    file.close()
+
+
+def test_the_try_of_direct_io_changes_nothing(tmp_path: Path) -> None:
+    """Neither where the header is not read whole, or not as it is; nor where the disk has no room left."""
+
+    class Misreading(SystemCalls):
+        def preadv(self, fd: int, view: memoryview, offset: int) -> int:
+            moved = super().preadv(fd, view, offset)
+            view[0] ^= 8
+            return moved
+
+    open_file(tmp_path).close()
+    before = Path(tmp_path / "r0.swapfile").read_bytes()
+    short, full = FaultySystemCalls(), FaultySystemCalls()
+    short.inject("preadv", Short(512))
+    full.inject("pwritev", errno.ENOSPC)
+    for system in (SystemCalls(), short, full, Misreading()):
+        file = open_file(tmp_path, keep=True, system=system)
+        assert file.direct
+        file.close()
+        assert Path(file.path).read_bytes() == before
+
+
 @pytest.mark.filterwarnings("error::swap.DirectIOWarning")
 def test_where_that_warning_is_an_error_nothing_stays_open(tmp_path: Path) -> None:
     system = FaultySystemCalls()

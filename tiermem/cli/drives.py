@@ -2,7 +2,8 @@
 
 Owns the questions put to the file system: type, free bytes, direct I/O, spinning or not. Does not measure speed; that
 is a benchmark's work. Guarantees that its probe file is gone afterwards (unless the drive answers after
-the program's end), that it waits ten seconds for the drive at most, and that an unanswerable question is None.
+the program's end), that it waits ten seconds for an answer of the drive at most, whatever it asks, and that an
+unanswerable question is None.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import stat
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 
@@ -22,6 +25,8 @@ from swap.patience import PatientSystemCalls
 from swap.syscalls import UNCOUNTED, SystemCalls
 from tiermem.memory.numa import block_node
 from tiermem.memory.sizes import format_bytes
+
+T = TypeVar("T")
 
 BLOCK = 4096
 IN_MEMORY = frozenset({"tmpfs", "ramfs"})
@@ -61,9 +66,15 @@ class DriveReport:
         if self.file_system in IN_MEMORY:
             yield f"{self.directory} is on {self.file_system}, which is memory itself; choose a directory on a drive"
         elif self.direct_io is False:
-            yield f"{self.directory} refuses direct I/O, so swapping goes through the page cache; choose ext4 or xfs"
+            what = "refuses direct I/O, so swapping goes through the page cache"
+            yield f"{self.directory} {what}; choose ext4 or xfs{' on another drive' if self.has_large_blocks else ''}"
         if self.free_bytes is not None and self.free_bytes < LITTLE_FREE:
             yield f"{self.directory} has only {format_bytes(self.free_bytes)} free"
+
+    @property
+    def has_large_blocks(self) -> bool:
+        """Whether the drive moves larger blocks only than transfers are aligned to."""
+        return self.logical_block is not None and self.logical_block > BLOCK
 
     def to_line(self) -> str:
         """Return the findings in one line."""
@@ -79,22 +90,44 @@ class DriveReport:
 
 def examine_drive(directory: Path) -> DriveReport:
     """Look at `directory`."""
-    exists = directory.is_dir()
-    writable = exists and os.access(directory, os.W_OK | os.X_OK)
-    direct, refusal = _probed(directory) if writable else (None, None)
+    try:
+        found = _answered(lambda: _look(directory))
+    except OSError as error:  # there is something, such as a mount whose server is gone
+        return DriveReport(str(directory), True, True, None, None, None, None, refusal=_reason(error))
+    if found.exists and found.writable:
+        direct, refusal = _probed(directory)
+        return replace(found, direct_io=direct, refusal=refusal)
+    return found
+
+
+def _look(directory: Path) -> DriveReport:
+    """What is found without making a file. Raises OSError where the file system says nothing."""
+    try:
+        exists = stat.S_ISDIR(os.stat(directory).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        exists = False
     return DriveReport(
         directory=str(directory),
         exists=exists,
-        writable=writable,
+        writable=exists and os.access(directory, os.W_OK | os.X_OK),
         free_bytes=_known_free_bytes(directory) if exists else None,
         file_system=file_system(directory) if exists else None,
-        direct_io=direct,
+        direct_io=None,
         rotational=is_rotational(directory) if exists else None,
         logical_block=_number(queue_attribute(directory, "queue/logical_block_size")) if exists else None,
         drive_model=queue_attribute(directory, "device/model") if exists else None,
         node=drive_node(directory) if exists else None,
-        refusal=refusal,
     )
+
+
+def _answered(question: Callable[[], T]) -> T:
+    return PatientSystemCalls(None, _PATIENCE).ask(question)
+
+
+def _reason(error: OSError) -> str:
+    if isinstance(error, TimeoutError):
+        return f"its drive has not answered for {_PATIENCE:g} seconds; see the kernel log"
+    return os.strerror(error.errno or errno.EIO)
 
 
 def _known_free_bytes(directory: Path) -> int | None:
@@ -105,12 +138,10 @@ def _known_free_bytes(directory: Path) -> int | None:
 def _probed(directory: Path) -> tuple[bool | None, str | None]:
     """Whether direct I/O works, and why no file can be made: no inodes left, or a file system that only looks so."""
     try:
-        return PatientSystemCalls(None, _PATIENCE).ask(lambda: direct_io_works(directory)), None
-    except TimeoutError:
-        return None, f"its drive has not answered for {_PATIENCE:g} seconds; see the kernel log"
+        return _answered(lambda: direct_io_works(directory)), None
     except OSError as error:
         full = error.errno in NO_SPACE and os.statvfs(directory).f_favail == 0
-        return None, "no inodes are free there (`df -i`)" if full else os.strerror(error.errno or errno.EIO)
+        return None, "no inodes are free there (`df -i`)" if full else _reason(error)
 
 
 def file_system(directory: Path) -> str | None:

@@ -199,10 +199,10 @@ def about_drive(drive: DriveReport) -> Finding:
         billions = format_number(drive.free_bytes / BYTES_PER_PARAMETER / 1e9)
         parts.append(f"room for about {billions} billion parameters in bfloat16")
     change = ""
-    if drive.direct_io is False:
-        change = "choose a directory on ext4 or xfs"
-    elif drive.logical_block is not None and drive.logical_block > 4096:
+    if drive.has_large_blocks:
         change = f"its blocks of {drive.logical_block} bytes do not fit transfers aligned to 4096: choose another drive"
+    elif drive.direct_io is False:
+        change = "choose a directory on ext4 or xfs"
     elif drive.rotational:
         change = "if it really spins (virtual disks often claim to): choose an NVMe drive; `tiermem bench` tells"
     if drive.direct_io:
