@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tiermem.cli import main
+from tiermem.cli import main, progress
 from tiermem.cli.live import WIDTH, render, spark
 from tiermem.cli.progress import TrainProgress
 from tiermem.cli.report import StepReport
@@ -59,9 +59,27 @@ def test_a_minute_has_sixty_seconds() -> None:
     assert "0:01:00 left" in picture([almost])
 
 
+def test_what_is_left_takes_what_most_steps_took() -> None:
+    assert "0:00:22 left" in picture([step(7), step(8), dataclasses.replace(step(9), seconds=500.0)])
+
+
+def test_no_bar_is_longer_than_full_and_no_curve_than_the_last_steps() -> None:
+    busy = (EdgeStatistics("swap->host", 1, 1, 2.5),)  # one transfer began in the step before
+    steps = [dataclasses.replace(step(number), edges=busy, loss=float(number)) for number in range(40)]
+    text = picture(steps, (TierStatistics("HOST", GIB, 2 * GIB, GIB), TierStatistics("DEVICE", 0, 0, 0)))
+    assert "busy 100 %" in text
+    bars = {line.split()[1]: line.count("━") for line in text.splitlines() if "━" in line}
+    assert bars["HOST"] == bars["swap->host"] == 24
+    assert "0 %" in next(line for line in text.splitlines() if "DEVICE" in line)
+    curves = [sum(map(line.count, "▁▂▃▄▅▆▇█")) for line in text.splitlines()]
+    assert [count for count in curves if count] == [30, 30, 30]
+
+
 def test_before_the_first_step_there_is_a_view_too() -> None:
     text = picture([], ())
+    assert "20 steps" in text, "how many of them are committed already nobody has said"
     assert "first step" in text
+    assert "━" not in text, "a bar that is empty"
     assert "loss" not in text
 
 
@@ -82,12 +100,26 @@ def test_a_terminal_gets_the_view_and_a_file_gets_lines() -> None:
     for terminal in (True, False):
         written = io.StringIO()
         console = Console(file=written, force_terminal=terminal, width=120)
-        with TrainProgress(console, steps=2, host_memory=GIB, baseline=0, state_bytes=16 * GIB) as progress:
-            progress.step_done(step(1), TIERS)
-            progress.step_done(step(2), TIERS)
+        with TrainProgress(console, steps=2, host_memory=GIB, baseline=0, state_bytes=16 * GIB) as shown:
+            shown.step_done(step(1), TIERS)
+            shown.step_done(step(2), TIERS)
         assert ("─ tiermem" in written.getvalue()) == terminal
         assert ("tok/s" in written.getvalue()) != terminal
         assert ("step 2/2" in written.getvalue()) or terminal
+        assert shown.live is None or not shown.live.is_started
+
+
+def test_lines_come_now_and_then_and_behind_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([0.0, 9.0, 10.0, 12.0, 13.0])
+    monkeypatch.setattr(progress, "time", types.SimpleNamespace(monotonic=lambda: next(seconds)))
+    written = io.StringIO()
+    console = Console(file=written, width=120)
+    with TrainProgress(console, steps=5, host_memory=GIB, baseline=1 << 60, state_bytes=16 * GIB) as shown:
+        for number in range(1, 6):
+            shown.step_done(step(number))
+    lines = written.getvalue().splitlines()
+    assert [line.split()[1] for line in lines] == ["1/5", "3/5", "5/5"]
+    assert all("memory 0 B (budget 1.00 GiB, plain 16.00 GiB)" in line for line in lines), "not less than nothing"
 
 
 class Curves:

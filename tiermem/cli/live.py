@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tiermem.cli.report import StepReport
-from tiermem.figures import format_number
+from tiermem.figures import counted, format_number
 from tiermem.memory.sizes import format_bytes
 from tiermem.stats import TierStatistics
 
@@ -32,10 +32,10 @@ def render(steps: Sequence[StepReport], *, total: int, tiers: Sequence[TierStati
 
     `tiers` as they are now; `memory`: a line about the process's memory.
     """
-    done = total if not steps else min(total, steps[-1].number)
+    done = steps[-1].number if steps else 0
     head = Table.grid(padding=(0, 1))
     head.add_row(
-        Text(f"step {done}/{total}", style="bold"),
+        Text(f"step {done}/{total}" if steps else counted(total, "step"), style="bold"),
         ProgressBar(total=total, completed=done, width=40),
         _left(steps, total),
     )
