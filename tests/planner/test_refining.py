@@ -14,6 +14,7 @@ from tiermem.pager.page import Kind, PageKey
 from tiermem.planner.clock import carried_out
 from tiermem.planner.design import Design, PlanSettings, make_design
 from tiermem.planner.footprint import UnitSize
+from tiermem.planner.lines import DriveSpeed
 from tiermem.planner.machine import Drive, Host, Machine
 from tiermem.planner.observed import (
     Observed,
@@ -22,6 +23,7 @@ from tiermem.planner.observed import (
     observe,
     observed_design,
     one_batch,
+    whole_steps,
 )
 from tiermem.planner.predict import seconds_of_step
 from tiermem.planner.refining import COUNTED, SETTLING, TRUST, WORTH_WHILE, LookAheadControl, Stage, foreseeing
@@ -50,9 +52,9 @@ def steps(control: LookAheadControl, *seconds: float) -> None:
 
 def trying(after: list[float]) -> LookAheadControl:
     control = LookAheadControl(64 * MIB, 256 * MIB)
-    steps(control, 9.0, 1.0, 1.1, 0.9)
+    steps(control, 9.0, 1.0, 1.5, 0.9)
     assert control.stage is Stage.FORESEEING
-    foreseen(control, 1.02, 0.9)
+    foreseen(control, 1.02, 0.9, seconds=0.95)
     assert (control.stage, control.in_use) == (Stage.TRYING, 32 * MIB)
     assert "10% shorter" in control.reason
     steps(control, *after)
@@ -158,12 +160,21 @@ def events_of_a_step(start: float) -> list[Event]:
 
 def test_seconds_and_bandwidths_of_a_step() -> None:
     events = [event("step", STEP_LANE, 0, 10), *events_of_a_step(10), *events_of_a_step(16)]
+    # What began before these steps, or ends behind them, is none of theirs.
+    events = [events[0], event("kernel", UPDATE_LANE, 9, 10.5), *events[1:], event("kernel", UPDATE_LANE, 21.5, 22.5)]
     found = observe(events, 3)
+    assert [[step.start for step in whole_steps(events, most)] for most in (1, 2, 3)] == [[16], [10, 16], [10, 16]]
     assert found.forward == {0: 1.5}
     assert found.backward == {0: 3.0}
     assert found.elsewhere == pytest.approx(0.75)
     assert found.updating == pytest.approx(1.0)
     assert (found.read, found.write, found.mixed) == pytest.approx((400.0, 300.0, 700.0))
+
+
+def test_what_was_waited_for_before_the_first_unit_is_no_computation() -> None:
+    stall, forward = event(STALL, COMPUTE_LANE, 10, 10.5), event("forward a", COMPUTE_LANE, 11, 12, unit=0)
+    found = observe([event("step", STEP_LANE, 0, 10), stall, forward, event("step", STEP_LANE, 10, 14)], 1)
+    assert (found.forward, found.elsewhere) == ({0: 1.0}, 2.5)
 
 
 def test_without_a_whole_step_there_is_nothing_to_go_by() -> None:
@@ -198,6 +209,9 @@ def test_what_was_hardly_seen_is_taken_from_the_others() -> None:
     assert bandwidths([], [event("m", WRITE_EDGE, 0, 1, bytes=100)]) == (100.0, 100.0, 100.0)
     assert bandwidths([], []) == (0.0, 0.0, 0.0)
     assert bandwidths([event("m", READ_EDGE, 0, 1, bytes=0)], []) == (0.0, 0.0, 0.0)
+    read, shortly = event("m", READ_EDGE, 0, 10, bytes=1000), event("m", WRITE_EDGE, 10, 10.1, bytes=1)
+    assert bandwidths([read], [shortly]) == (100.0, 100.0, 100.0)
+    assert bandwidths([read], [event("m", WRITE_EDGE, 10, 20, bytes=3000)]) == (100.0, 300.0, 200.0)
 
 
 @given(
@@ -318,9 +332,47 @@ def test_the_design_of_what_is_observed_is_that_of_the_same_step() -> None:
     again = simulate(found)
     assert again.seconds == pytest.approx(simulated.seconds, rel=0.05)
     assert again.edges == pytest.approx(simulated.edges, rel=0.05)
-    nothing = replace(observed_of(design, 1.0), read=0.0, write=0.0, mixed=0.0)
-    with pytest.raises(ConfigError, match="nothing is moved"):
-        observed_design(nothing, work.step_order, [], design.settings, design.footprint, types=types)
+
+
+def test_what_moves_or_updates_nothing_is_not_simulated() -> None:
+    design, unit = small_design(), UnitSize("unit", 2000, 1000, 2, 10)
+    seen = observed_of(design, 1.0)
+    for observed, units in (
+        (replace(seen, read=0.0, write=0.0, mixed=0.0), [unit]),
+        (replace(seen, updating=0.0), [unit]),
+        (seen, [replace(unit, trainable_numel=0)]),
+    ):
+        with pytest.raises(ConfigError, match="nothing is moved"):
+            observed_design(observed, [], units, design.settings, design.footprint, types=("bfloat16", "float32"))
+
+
+def test_seconds_are_those_of_one_call_and_of_what_is_not_called_the_steps() -> None:
+    """Of two batches of three units, the first of which backward does not need."""
+    order = order_of([(unit, unit > 0) for unit in range(3)])
+    seen = Observed(
+        forward=dict.fromkeys(range(3), 0.4),
+        backward=dict.fromkeys(range(3), 0.6),
+        elsewhere=0.1,
+        updating=5.0,
+        read=3e9,
+        write=2e9,
+        mixed=1e9,
+    )
+    unit = UnitSize("unit", 2000, 1000, 2, 5)
+    # With 8-bit moments: all of a unit's may be float32 all the same, or those of some elements.
+    units = [replace(unit, state_itemsize=10), replace(unit, wide_numel=64, wide_itemsize=5), replace(unit, kept=True)]
+    settings = PlanSettings(host_memory=MIB, queue_depth=3, block_size=MIB)
+    types, runs = ("bfloat16", "int8"), {1: [(500, 500), (0, 500)]}
+    found = observed_design(seen, order * 2, units, settings, small_design().footprint, types=types, runs=runs)
+    assert (found.workload.order, found.workload.batches) == (order, 2)
+    assert [(times.forward, times.backward) for times in found.times] == [(0.2, 0.0), (0.2, 0.3), (0.2, 0.3)]
+    assert found.step_seconds == pytest.approx(0.7)
+    assert found.update_seconds == pytest.approx(5.0 / 3000)
+    assert found.drive == DriveSpeed(read=3e9, write=2e9, mixed=1e9, latency=0.0, depth=3, block=MIB)
+    works = found.workload.units
+    assert [(work.numel, work.trainable, work.kept) for work in works] == [(1000, 1000, n == 2) for n in range(3)]
+    assert [work.exact for work in works] == [((0, 1000),), ((0, 64),), ()]
+    assert [work.runs for work in works] == [(), ((500, 500), (0, 500)), ()]
 
 
 def test_foreseeing_simulates_each_candidate_in_portions() -> None:

@@ -14,7 +14,6 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 
 from tiermem.figures import format_seconds
-from tiermem.memory.rounding import round_down
 from tiermem.memory.sizes import format_bytes
 from tiermem.planner.design import Design
 from tiermem.planner.predict import coarsened
@@ -31,7 +30,7 @@ WORTH_WHILE = 0.03
 TRUST = 0.25
 # Candidates, as multiples of the planned one.
 FACTORS = (0.25, 0.5, 2.0)
-_BLOCK = 4096
+_LEAST = 4096
 _BEGUN = "planned; the first steps are measured"
 
 
@@ -72,14 +71,11 @@ class LookAheadControl:
 
     def candidates(self) -> list[int]:
         """What is to be foreseen: what is in use first, then what might be better."""
-        multiples = [round_down(int(self.planned * factor), _BLOCK) for factor in FACTORS]
-        others = [nbytes for nbytes in multiples if _BLOCK <= nbytes <= self._highest and nbytes != self.planned]
-        return [self.planned, *dict.fromkeys(others)]
+        multiples = (int(self.planned * factor) for factor in FACTORS)
+        return [self.planned, *(nbytes for nbytes in multiples if _LEAST <= nbytes <= self._highest)]
 
     def measured(self, seconds: float) -> None:
         """A step with `in_use` has taken so long."""
-        if self.stage is Stage.SETTLED:
-            return
         self._steps += 1
         if self._steps > SETTLING:
             self._seconds.append(seconds)
