@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import tiermem
 from tiermem.errors import BudgetError
 from tiermem.memory.arena import rounded
 from tiermem.pager.page import Kind, Lane
-from tiermem.planner.footprint import UnitSize, plan_footprint
+from tiermem.planner.footprint import UnitSize, least_budget, plan_footprint
 from tiermem.planner.resting import resting_units
 from tiermem.planner.steps import plan_step
 from tiermem.planner.workload import order_of
@@ -33,12 +34,16 @@ def nbytes_of(unit: UnitSize) -> int:
     return unit.param_nbytes + states + unit.trainable_numel * unit.grad_itemsize
 
 
-@given(units=MODELS, beyond=st.integers(0, 1 << 34), tile=TILES, elsewhere=st.sets(st.integers(0, 5)))
+NUMBERS = st.sets(st.integers(0, 5))
+
+
+@given(units=MODELS, beyond=st.integers(0, 1 << 34), tile=TILES, elsewhere=NUMBERS, kept=NUMBERS)
 @settings(max_examples=number_of(120, 300))
 def test_what_rests_takes_about_the_budget_the_first_that_find_room(
-    units: list[UnitSize], beyond: int, tile: int, elsewhere: set[int]
+    units: list[UnitSize], beyond: int, tile: int, elsewhere: set[int], kept: set[int]
 ) -> None:
-    footprint = plan_footprint(units, budget := least_of(units) + beyond, tile)
+    units = [replace(unit, kept=number in kept) for number, unit in enumerate(units)]
+    footprint = plan_footprint(units, budget := least_budget(units) + beyond, tile)
     resting = resting_units(units, footprint, budget, elsewhere)
     slack = 3 * rounded(1) * len(units)  # pages are rounded up
     room = 1.1 * budget - sum(unit.param_nbytes for unit in units if unit.kept)

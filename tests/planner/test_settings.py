@@ -31,6 +31,7 @@ from tiermem.planner.zero_table import zero_table
         ({"beside_pages": -1}, "beside_pages: "),
         ({"update": "sideways"}, "update: expected one of 'backward', 'forward', 'step', 'auto', found 'sideways'"),
         ({"update_on": "device"}, "update_on: expected one of 'host', 'auto', found 'device'"),
+        ({"stage": 0}, "stage: expected one of 1, 2, 3, found 0"),
         ({"clips": "yes"}, "clips: expected one of False, True, found 'yes'"),
     ],
 )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
 
 import pytest
 from doubles_combinations import number_of
@@ -25,7 +26,7 @@ from tiermem.planner.design import (
     least_host_memory,
     make_design,
 )
-from tiermem.planner.machine import Device
+from tiermem.planner.machine import Device, Link, Machine, machine_to_dict
 from tiermem.planner.retile import retiled
 from tiermem.planner.simulate import Simulation, simulate
 from tiermem.planner.workload import order_of, transformer
@@ -242,6 +243,63 @@ def test_what_a_prediction_and_its_relief_have_in_common_is_simulated_once(monke
     prediction = predicting.predict(work, MACHINE, settings)
     assert prediction.relief
     assert len(asked) == len(set(asked))
+
+
+def test_ranks_of_a_node_write_to_the_same_drives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one of them takes and writes, all of them do."""
+    monkeypatch.setattr(predicting, "_relief", lambda *_: ())
+    work = workload([500_000] * 6, batches=2)
+    device = Device(memory=64 * MIB, flops={"bfloat16": 1e13}, to_device=2e10, to_host=2e10, count=4)
+    drive = replace(MACHINE.drive, count=2, capacity=1 << 40, endurance=10**15)
+    machine = replace(MACHINE, device=device, drive=drive, link=Link(rate=1e10))
+    plan = PlanSettings(host_memory=4 * MIB, device_memory=16 * MIB, ranks=4)
+    found = predicting.predict(work, machine, plan)
+    step = found.simulation
+    assert step is not None
+    assert found.tokens_per_second == pytest.approx(256 * 2 * 4 / step.seconds)
+    assert found.drive_days == pytest.approx(2 * 10**15 / (4 * step.bytes_written / step.seconds) / 86_400)
+    for lacks, missing in ((0, {}), (1, {"swap": 2})):
+        small = replace(machine, drive=replace(drive, capacity=2 * found.swap_bytes - lacks))
+        assert predicting.predict(work, small, plan).missing == missing, "half of four ranks' on each of two drives"
+
+
+def numbers_of(table: Mapping[str, object], where: str = "") -> Iterator[tuple[str, object]]:
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            yield from numbers_of(value, f"{where}{name}.")
+        else:
+            yield f"{where}{name}", value
+
+
+def test_twice_as_much_of_a_thing_is_twice_each_of_its_rates_and_nothing_else() -> None:
+    device = Device(memory=4 * MIB, flops={"bfloat16": 1.0}, to_device=2.0, to_host=3.0)
+    machine = replace(MACHINE, device=device, link=Link(rate=4.0, node_rate=5.0))
+    plan = PlanSettings(host_memory=8 * MIB, device_memory=MIB, ranks=2)
+
+    def doubled(machine: Machine, settings: PlanSettings) -> dict[str, set[str]]:
+        before = dict(numbers_of(machine_to_dict(machine) | asdict(settings)))
+        found = {}
+        for resource, (more, budgets) in predicting._doubled(machine, settings).items():
+            after = dict(numbers_of(machine_to_dict(more) | asdict(budgets)))
+            found[resource] = {name for name in before if after[name] != before[name]}
+            assert all(after[name] == 2 * before[name] for name in found[resource])  # type: ignore[operator]
+        return found
+
+    common = {
+        "drive": {"drive.read", "drive.write", "drive.mixed"},
+        "host memory": {"host_memory"},
+        "update": {"host.update_rate.bfloat16", "host.update_rate.float32"},
+    }
+    assert doubled(machine, plan) == common | {
+        "compute": {"device.flops.bfloat16"},
+        "device wires": {"device.to_device", "device.to_host"},
+        "device memory": {"device_memory"},
+        "link": {"link.rate", "link.node_rate"},
+    }
+    assert doubled(MACHINE, replace(plan, ranks=1)) == common | {
+        "compute": {"host.flops.bfloat16", "host.flops.float32"}
+    }
+    assert "link" not in doubled(machine, replace(plan, ranks=1)), "nothing goes over it"
 
 
 def test_with_a_device_everything_goes_through_the_host() -> None:
