@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 
@@ -73,6 +74,7 @@ def test_directories_give_their_visible_files_sorted(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("text")
     assert find_texts([tmp_path]) == [tmp_path / "a/z.md", tmp_path / "b.txt"]
+    assert find_texts([tmp_path / ".git"]) == [tmp_path / ".git/config"], "which is named"
 
 
 def test_a_run_among_the_texts_is_none_of_them(tmp_path: Path) -> None:
@@ -98,8 +100,11 @@ def test_no_text_is_refused(tmp_path: Path) -> None:
         find_texts([tmp_path / "nothing"])
     with pytest.raises(ConfigError, match="found /dev/null, which is neither"):
         find_texts([Path("/dev/null")])
-    with pytest.raises(ConfigError, match=r"--text: expected text in .*, found no file with anything in it"):
-        find_texts([tmp_path])
+    for empty in ((), ("empty.txt",)):
+        for name in empty:
+            (tmp_path / name).touch()
+        with pytest.raises(ConfigError, match=r"--text: expected text in .*, found no file with anything in it"):
+            find_texts([tmp_path])
     (tmp_path / "real").mkdir()
     (tmp_path / "real" / "a.txt").write_text("text")
     (tmp_path / "texts").mkdir()
@@ -126,11 +131,13 @@ def test_the_default_is_the_standard_library(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_json_makes_the_tokens(tmp_path: Path) -> None:
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
     vocabulary = {"[UNK]": 0, "red": 1, "green": 2, "blue": 3}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    # What begins a text begins no sequence from somewhere in it.
+    tokenizer.post_processor = processors.TemplateProcessing(single="[UNK] $A", special_tokens=[("[UNK]", 0)])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "text").write_text("red green blue " * 100)
     source = TokenizerTokens(Corpus([tmp_path / "text"]), tmp_path / "tokenizer.json")
@@ -138,6 +145,7 @@ def test_a_tokenizer_json_makes_the_tokens(tmp_path: Path) -> None:
     sequence = source.sequence(np.random.default_rng(0), 50)
     assert sequence.shape == (50,)
     assert set(sequence[1:-1].tolist()) <= {1, 2, 3}  # the ends may cut a word
+    assert len(source.sequence(np.random.default_rng(0), 300)) == 300
     with pytest.raises(ConfigError, match="the text has 300 tokens, a sequence needs 301"):
         source.sequence(np.random.default_rng(0), 301)
 
@@ -148,9 +156,12 @@ def test_a_window_with_too_few_tokens_is_widened(tmp_path: Path) -> None:
     tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "text").write_text("averylongwordwithoutanyspaces " * 100)
+    (tmp_path / "text").write_text(
+        "ährägräßöwördöüßärößß " * 100, encoding="utf-8"
+    )  # a window may begin within a letter
     source = TokenizerTokens(Corpus([tmp_path / "text"]), tmp_path / "tokenizer.json")
-    assert len(source.sequence(np.random.default_rng(0), 20)) == 20
+    for seed, length in itertools.product(range(4), (20, 98)):
+        assert len(source.sequence(np.random.default_rng(seed), length)) == length
 
 
 def save_word_level(path: Path, vocabulary: dict[str, int], unknown: str | None) -> None:
