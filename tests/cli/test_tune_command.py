@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -215,6 +216,39 @@ def test_without_measured_steps_no_disk_is_needed(
     monkeypatch.setattr("tiermem.cli.disk.free_together", lambda directories: 1)
     assert main.run([*QUICK, "--host-memory", "2MiB", "--steps", "0", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["measured_seconds"] is None
+
+
+def test_each_trial_trains_once_in_folders_of_its_own_and_its_first_steps_do_not_count(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    closed: list[tiermem.Config] = []
+
+    class Trial:
+        def __init__(self, options: Any, config: tiermem.Config, subject: Any) -> None:
+            assert all(path.is_dir() for path in config.swap_paths)
+            self.config = config
+
+        def step(self, number: int) -> Any:
+            return SimpleNamespace(seconds=(9.0, 8.0, 7.0, 1.0, 5.0, 2.0)[number])
+
+        def close(self) -> None:
+            closed.append(self.config)
+
+    monkeypatch.setattr(tune_steps, "Training", Trial)
+    monkeypatch.setattr(tuning, "seconds_of_step", lambda *_: 1.0)
+    where = [tmp_path / "a", tmp_path / "b"]
+    for directory in where:
+        (directory / "tiermem-tune-left").mkdir(parents=True)
+        (directory / "tiermem-tune-left" / "tiermem.swapfile").touch()
+    swap = [text for directory in where for text in ("--swap-dir", str(directory))]
+    assert main.run([*QUICK, "--host-memory", "2MiB", "--steps", "3", "--best", "2", *swap, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["measured_seconds"] == found["default_measured_seconds"] == 2.0
+    assert len(closed) == 2, "the default is among the best two, and measured once"
+    for config in closed:
+        assert [path.parent for path in config.swap_paths] == where
+        assert not config.commits
+    assert [list(directory.iterdir()) for directory in where] == [[], []], "nor what a trial that was killed has left"
 
 
 def test_what_is_to_be_typed_next_can_be_typed(capsys: pytest.CaptureFixture[str]) -> None:
