@@ -51,12 +51,14 @@ def test_the_view_has_every_figure() -> None:
         "busy 75 %", "SWAP", "75 %", "HOST", "at most 1.00 GiB", "memory 1.00 GiB",
     ):  # fmt: skip
         assert expected in text
+    assert "25 %" in next(line for line in text.splitlines() if "HOST" in line)
     assert max(map(len, text.splitlines())) <= WIDTH
 
 
 def test_a_minute_has_sixty_seconds() -> None:
     almost = dataclasses.replace(step(19), seconds=59.7)
     assert "0:01:00 left" in picture([almost])
+    assert "2:46:40 left" in picture([dataclasses.replace(step(19), seconds=10_000.0)])
 
 
 def test_what_is_left_takes_what_most_steps_took() -> None:
@@ -101,6 +103,7 @@ def test_a_terminal_gets_the_view_and_a_file_gets_lines() -> None:
         written = io.StringIO()
         console = Console(file=written, force_terminal=terminal, width=120)
         with TrainProgress(console, steps=2, host_memory=GIB, baseline=0, state_bytes=16 * GIB) as shown:
+            assert ("first step" in written.getvalue()) == terminal
             shown.step_done(step(1), TIERS)
             shown.step_done(step(2), TIERS)
         assert ("─ tiermem" in written.getvalue()) == terminal
@@ -182,12 +185,13 @@ def test_wear_tiers_and_overlap_are_in_the_json(
 
 
 def test_wear_and_report_are_said_at_the_end(
-    plain_core: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    plain_core: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     assert _train(tmp_path, "--report", "--endurance", "600TB") == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "wear of the drives" in printed
-    assert "drive writes per day" in printed
+    assert "drive writes per day; the drives last" in printed
     assert "the timeline holds no whole step" in printed
 
 

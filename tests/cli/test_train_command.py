@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -66,8 +68,9 @@ def test_without_json_a_table_and_a_sentence_go_to_stdout(capsys: pytest.Capture
     assert "of model state trained with 1.00 MiB of host memory" in " ".join(captured.out.split())
 
 
-def test_a_loss_that_is_not_finite_is_null_in_json() -> None:
-    step = StepReport(float("nan"), seconds=1.0, stall_seconds=0.0, bytes_read=0, bytes_written=0, tokens=1)
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_is_null_in_json(loss: float) -> None:
+    step = StepReport(loss, seconds=1.0, stall_seconds=0.0, bytes_read=0, bytes_written=0, tokens=1)
     report = TrainReport("m", 1, 16, 1, baseline_rss_bytes=1, peak_rss_bytes=2, steps=(step,))
     assert json.loads(report.to_json())["steps"][0]["loss"] is None
 
@@ -114,6 +117,26 @@ def test_steps_of_any_length_have_readable_figures(
     said = capsys.readouterr().out + progress.describe(step)
     for figure in figures:
         assert figure in said
+
+
+def test_figures_of_steps_that_differ_are_those_of_all_of_them(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    steps = tuple(
+        StepReport(1.0, seconds, stall, bytes_read=3 * 10**9, bytes_written=10**9, tokens=40)
+        for seconds, stall in ((1.0, 0.5), (2.0, 0.0), (7.0, 1.5))
+    )
+    report = TrainReport("m", 1, 16, 4096, baseline_rss_bytes=1 << 20, peak_rss_bytes=3 << 20, steps=steps)
+    main.show_training(report, json=False, with_overlap=False)
+    said = " ".join(capsys.readouterr().out.split())
+    for figure in (
+        *("3 in 10 s, median 2 s", "tokens per second │ 12 ", "computation waited │ 20 % of", "2.00 MiB above"),
+        *("8.38 GiB, 0.9 GB/s", "2.79 GiB, 0.3 GB/s", "to 1.000 in 3 steps."),
+    ):
+        assert figure in said
+    one = replace(report, steps=steps[:1])
+    assert one.to_sentence().endswith(" in 1 step.")
 
 
 def test_a_run_with_no_step_left_says_so(capsys: pytest.CaptureFixture[str]) -> None:

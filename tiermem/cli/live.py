@@ -94,7 +94,7 @@ def _tiers(tiers: Sequence[TierStatistics]) -> Table:
         share = tier.reserved / tier.budget if tier.budget else 0.0
         table.add_row(
             tier.name,
-            ProgressBar(total=1.0, completed=min(1.0, share), width=_BAR),
+            ProgressBar(total=1.0, completed=share, width=_BAR),
             f"{100 * share:.0f} %",
             Text(f"of {format_bytes(tier.budget)}, at most {format_bytes(tier.high_water)}", style="dim"),
         )
