@@ -190,11 +190,18 @@ def test_hours_and_few_tokens_a_second_are_readable(
     assert not any("e+" in cell for row in rows for cell in row)
 
 
-def test_the_table_says_everything_in_words(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.run(["plan", "llama-tiny", "--machine", "laptop", "--host-memory", "1MiB", "--actions"]) == 0
+def test_the_table_says_everything_in_words(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main.run(["plan", "llama-tiny", "--machine", "laptop", "--host-memory", "400KiB", "--actions"]) == 0
     out = capsys.readouterr().out
-    for words in ("bottleneck", "Twice as much of", "tokens a second", "The plan of a step", "described"):
+    for words in ("bottleneck", "Twice as much of", "tokens a second", "drive life at this rate", "described"):
         assert words in out
+    assert "The plan of a step: 40 of " in out
+    actions = [line.split("│")[1].strip() for line in out.splitlines() if line.count("│") == 7]
+    assert len(actions) == 40
+    assert actions[0] == "0.0"
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,7 @@ def test_batches_depend_on_seed_and_number_only(files: list[Path]) -> None:
     assert torch.equal(tokens(0, 1), tokens(0, 1))
     assert not torch.equal(tokens(0, 0), tokens(0, 1))
     assert not torch.equal(tokens(0, 0), tokens(1, 0))
+    assert not torch.equal(tokens(0, 1), tokens(1, 0))
 
 
 @given(seed=st.integers(0, 2**32), length=st.integers(1, 12))
@@ -79,7 +80,7 @@ def test_directories_give_their_visible_files_sorted(tmp_path: Path) -> None:
 
 def test_a_run_among_the_texts_is_none_of_them(tmp_path: Path) -> None:
     """Else a resumed one would learn from its own swap file, and go on with other batches."""
-    texts = [tmp_path / "a.txt", tmp_path / "run" / "tiermem.md"]
+    texts = [tmp_path / "a.txt", tmp_path / "run" / "tiermem.md", tmp_path / "run" / "tiermem.swapfile.txt"]
     (tmp_path / "run").mkdir()
     for path in texts:
         path.write_text("text")
@@ -91,7 +92,7 @@ def test_a_run_among_the_texts_is_none_of_them(tmp_path: Path) -> None:
     (manifest,) = (tmp_path / "run").glob("tiermem.*.manifest")
     for name in ("tiermem.manifest.new", f"{manifest.name}.damaged1"):
         (tmp_path / "run" / name).write_text("left by a run that was killed")
-    assert len(list((tmp_path / "run").iterdir())) > 4
+    assert len(list((tmp_path / "run").iterdir())) > 5
     assert find_texts([tmp_path]) == texts
 
 
@@ -126,6 +127,7 @@ def test_the_default_is_the_standard_library(tmp_path: Path) -> None:
     found = find_texts([])
     assert {"argparse.py", "ast.py"} <= {path.name for path in found}
     assert not any("site-packages" in path.parts for path in found)
+    assert {path.suffix for path in found} == {".py"}
     assert found == sorted(found)
     assert Corpus(found).nbytes > 5_000_000
 

@@ -20,6 +20,7 @@ def test_a_larger_budget_has_more_for_pages_and_small_ones_have_all(small: int, 
     assert 0 <= taken[0] <= taken[1] <= taken[0] + more + 4096
     assert small + more - taken[1] >= small - taken[0] - 4096
     assert small > 64 * MIB or taken[0] == 0
+    assert taken[0] % 4096 == 0, "a run takes it off a budget of whole frame alignments"
     assert taken[0] <= (56 if compiled else 12) * MIB
 
 
@@ -48,6 +49,7 @@ def test_the_numbers() -> None:
     assert beside_pages(512 * MIB, compiled=True) == 56 * MIB
     assert beside_pages(512 * MIB, compiled=False) == 12 * MIB
     assert beside_pages(96 * MIB, compiled=True) == 4 * MIB
+    assert split_budget(512 * MIB, 456 * MIB, compiled=True) == (456 * MIB, 56 * MIB), "what they must have"
 
 
 @pytest.mark.parametrize(

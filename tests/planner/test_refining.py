@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
+from doubles_planner import workload
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -389,3 +390,9 @@ def test_foreseeing_simulates_each_candidate_in_portions() -> None:
         for nbytes in (ahead, ahead // 2)
     }
     assert PageKey(0, Kind.PARAM) in dict(design.pages())
+
+
+def test_seconds_foreseen_through_fewer_units_are_those_of_all() -> None:
+    work, settings = workload([20_000] * 60), PlanSettings(host_memory=MIB, look_ahead=64 << 10)
+    found = carried_out(foreseeing(make_design(work, MACHINE, settings), [64 << 10]))
+    assert found == {64 << 10: seconds_of_step(work, MACHINE, settings)}

@@ -59,6 +59,15 @@ def test_what_rests_takes_about_the_budget_the_first_that_find_room(
             assert number not in resting
 
 
+def test_none_rests_where_there_is_room_for_what_is_in_use_and_no_more() -> None:
+    """The look-ahead, two tiles, and half of what may lag behind backward."""
+    units = [UnitSize("one", 2 << 20, 1 << 20, 2, 10)]
+    footprint = plan_footprint(units, 1 << 30, MIB)
+    in_use = footprint.look_ahead + 2 * footprint.reserve + footprint.lag // 2
+    for passing, resting in ((in_use, ()), (in_use + 1, (0,))):
+        assert resting_units(units, replace(footprint, passing=passing), 1 << 30) == resting
+
+
 def test_where_updates_wait_for_the_computation_none_rests() -> None:
     units = [UnitSize("one", 2 << 20, 1 << 20, 2, 10)] * 3
     least = least_of(units)
