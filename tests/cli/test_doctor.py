@@ -90,6 +90,7 @@ DRIVE = DriveReport("/nvme0", True, True, 1400 * 10**9, "ext4", True, False, 512
         ({"rotational": True}, "spins"),
         ({"logical_block": 8192}, "blocks of 8192 bytes"),
         ({"logical_block": 8192, "direct_io": False}, "blocks of 8192 bytes"),
+        ({"logical_block": 4096}, ""),
         ({"exists": False}, "make or mount it"),
         ({"writable": False}, "choose another directory, or allow it"),
     ],
@@ -136,6 +137,7 @@ def test_a_process_that_may_use_a_part_of_the_cores_is_told_so() -> None:
     assert part.change.startswith("set OMP_NUM_THREADS=3:")
     assert _by_name(about_cpu("x", 8, None, 4.0, 4))["CPU"].change == ""
     assert _by_name(about_cpu("x", 8, None, 0.5, 1))["CPU"].change.startswith("so few cores")
+    assert _by_name(about_cpu("x", 8, None, 0.5, 2))["CPU"].change.startswith("set OMP_NUM_THREADS=1:")
 
 
 def test_limits_are_said_with_what_to_do() -> None:
@@ -144,6 +146,9 @@ def test_limits_are_said_with_what_to_do() -> None:
     assert "32.00 GiB" in free["memory"].means
     tight = _by_name(about_memory(TOTAL, 32 * GIB, Limits(4 * GIB, 65536, 64, GIB), beside_gpu=True))
     assert "4.00 GiB" in tight["memory"].means
+    less = _by_name(about_memory(TOTAL, 2 * GIB, Limits(4 * GIB, None, 256, None), beside_gpu=True))
+    assert "2.00 GiB" in less["memory"].means
+    assert less["open files"].change == ""
     assert all(finding.change for finding in tight.values())
     assert set(tight) == {"memory", "memory limit (cgroup)", "lockable memory", "open files", "file size"}
     alone = _by_name(about_memory(TOTAL, 32 * GIB, Limits(None, 65536, None, None), beside_gpu=False))
