@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +18,7 @@ from tiermem.process import HomeProcess
 from tiermem.runtime.ledger import GradientLedger
 from tiermem.zero3.calls import Call, CallStack, Turn
 from tiermem.zero3.conductor import Act
+from tiermem.zero3.layout import Slot
 
 # The trainable parameters of each unit; unit 1 has none.
 UNITS = {0: (0, 1), 1: (), 2: (2, 3, 4)}
@@ -125,14 +126,23 @@ def test_a_gradient_is_there_or_lent_or_gone_whatever_comes_in_whatever_order(
         check(ledger, state)
 
 
+def slot_of(number: int) -> Slot:
+    return Slot(number, (f"p{number}",), (1,), (1,), torch.float32, trainable=True, offset=0)
+
+
 def check(ledger: GradientLedger, state: dict[int, str]) -> None:
     def are(*wanted: str) -> list[int]:
         return [number for number in NUMBERS if state.get(number) in wanted]
 
     assert [number for unit in UNITS for number in ledger.present(unit)] == are("there")
     assert ledger.unclaimed() == set(are("there", "lent"))
-    readable = [number for unit, numbers in UNITS.items() for number in numbers if ledger.is_readable(unit, number)]
+    places = [(unit, slot_of(number)) for unit, numbers in UNITS.items() for number in numbers]
+    readable = [slot.parameter for unit, slot in places if ledger.is_readable(unit, slot, spent=False)]
     assert readable == are("there", "lent")
+    for unit, slot in places:  # where updates are for good one that is used up is not said to be none
+        refused = state.get(slot.parameter) == "gone"
+        with pytest.raises(TiermemError, match="is used up") if refused else nullcontext():
+            assert ledger.is_readable(unit, slot, spent=True) == (slot.parameter in readable)
     assert [unit for unit in UNITS if ledger.present(unit)] == [
         unit for unit, numbers in UNITS.items() if set(numbers) & set(are("there"))
     ]
