@@ -21,28 +21,41 @@ NO_SPACE = (errno_names.ENOSPC, errno_names.EDQUOT, errno_names.EFBIG)
 _BOOKKEEPING = 1 << 20  # what a file system may want for itself before it takes a file
 
 _GONE = "the drive, or the server of this file system, is gone: see the kernel log, and mount it again"
+_FAULT = "the drive or its connection reported a fault: see the kernel log"
+_DAMAGED = "the file system is damaged: see the kernel log, unmount it and have it checked"
 _ADVICE = {
-    errno_names.ENOSPC: "free space on this file system (or inodes: `df -i`) or choose another directory",
-    errno_names.EDQUOT: "the disk quota is used up: raise it or choose another directory",
-    errno_names.EFBIG: "the file would exceed a size limit: see `ulimit -f` and the file system's maximum",
-    errno_names.EIO: "the drive or its connection reported a fault: see the kernel log",
-    errno_names.ESTALE: _GONE,
-    errno_names.ENOTCONN: _GONE,
-    errno_names.ENODEV: _GONE,
-    errno_names.ENXIO: _GONE,
-    errno_names.EROFS: "the file system is mounted read-only: remount it or choose another directory",
-    errno_names.EACCES: "this user may not write there: change the permissions or choose another directory",
-    errno_names.EPERM: "this user may not write there: change the permissions or choose another directory",
-    errno_names.ENOENT: "create the directory first or correct the path",
-    errno_names.ENOTDIR: "a directory was expected: correct the path",
-    errno_names.ELOOP: "symbolic links are not followed: name the real path",
-    errno_names.EISDIR: "a directory stands where the swap file should be: move it away or choose another name",
-    errno_names.ETIMEDOUT: "the device shows no progress: see the kernel log",
-    errno_names.EMFILE: "too many open files: raise `ulimit -n`",
-    errno_names.EAGAIN: "the system is short of threads or memory: see `ulimit -u`, or the container's limit",
-    errno_names.ENOLCK: "this file system gives no locks: choose a directory on a local one",
-    errno_names.ENOSYS: "this file system, or the sandbox, cannot do that: choose a directory on another one",
-    errno_names.EINVAL: "this file system cannot do that: choose a directory on another one",
+    "ENOSPC": "free space on this file system (or inodes: `df -i`) or choose another directory",
+    "EDQUOT": "the disk quota is used up: raise it or choose another directory",
+    "EFBIG": "the file would exceed a size limit: see `ulimit -f` and the file system's maximum",
+    "EIO": _FAULT,
+    # As Linux's block layer names what a drive has answered: a bad place, itself, its connection, its own checksum.
+    "ENODATA": _FAULT,
+    "EREMOTEIO": _FAULT,
+    "ENOLINK": _FAULT,
+    "EILSEQ": _FAULT,
+    "EUCLEAN": _DAMAGED,
+    "EBADMSG": _DAMAGED,
+    "ESTALE": _GONE,
+    "ENOTCONN": _GONE,
+    "ENODEV": _GONE,
+    "ENXIO": _GONE,
+    "ECONNABORTED": _GONE,
+    "ECONNRESET": _GONE,
+    "EHOSTDOWN": _GONE,
+    "ESHUTDOWN": _GONE,
+    "EROFS": "the file system is mounted read-only: remount it or choose another directory",
+    "EACCES": "this user may not write there: change the permissions or choose another directory",
+    "EPERM": "this user may not write there: change the permissions or choose another directory",
+    "ENOENT": "create the directory first or correct the path",
+    "ENOTDIR": "a directory was expected: correct the path",
+    "ELOOP": "symbolic links are not followed: name the real path",
+    "EISDIR": "a directory stands where the swap file should be: move it away or choose another name",
+    "ETIMEDOUT": "the device shows no progress: see the kernel log",
+    "EMFILE": "too many open files: raise `ulimit -n`",
+    "EAGAIN": "the system is short of threads or memory: see `ulimit -u`, or the container's limit",
+    "ENOLCK": "this file system gives no locks: choose a directory on a local one",
+    "ENOSYS": "this file system, or the sandbox, cannot do that: choose a directory on another one",
+    "EINVAL": "this file system cannot do that: choose a directory on another one",
 }
 _UNALIGNED = "buffer, offset and length must be multiples of the device's block size"  # EINVAL of a transfer
 
@@ -76,7 +89,7 @@ class SwapIOError(SwapError, OSError):
         extent = f" of {length} bytes at offset {offset}" if length else ""
         found = detail if detail is not None else os.strerror(errno)
         code = errno_names.errorcode.get(errno, str(errno))
-        known = _UNALIGNED if length and errno == errno_names.EINVAL else _ADVICE.get(errno)
+        known = _UNALIGNED if length and errno == errno_names.EINVAL else _ADVICE.get(code)
         advice = f"; {known}" if known and detail is None else ""
         self.message = f"{operation}{extent} in {self.path!r} failed: {found} [{code}]{advice}"
         super().__init__(errno, self.message)

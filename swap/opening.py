@@ -103,7 +103,8 @@ def warn_of_buffered(files: Sequence[SwapFile]) -> None:
     if buffered:
         warnings.warn(
             f"O_DIRECT is refused for {', '.join(buffered)}: transfers go through the page cache, slower and outside "
-            "the memory budget; choose a directory on a local file system such as ext4 or xfs",
+            "the memory budget; choose a directory on a local file system such as ext4 or xfs, on a drive with sectors "
+            "of 4096 bytes at most",
             DirectIOWarning,
             stacklevel=3,
         )

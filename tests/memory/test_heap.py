@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -85,3 +86,15 @@ def test_a_library_that_is_through_gives_its_pages_back_and_works_on(found: dict
 
 def test_a_library_that_is_not_there_releases_nothing() -> None:
     assert release_library("libnothing-of-the-kind") == 0
+
+
+@pytest.mark.parametrize(
+    ("decided", "expected"), [({}, "False True True"), ({"MALLOC_ARENA_MAX": "4"}, "False False False")]
+)
+def test_whoever_asks_knows_whether_freed_blocks_are_kept(decided: dict[str, str], expected: str) -> None:
+    if not trim_heap():
+        pytest.skip("another C library keeps what it will")
+    code = "from tiermem.memory.heap import *; print(keeps_freed_blocks(), keep_freed_blocks(), keeps_freed_blocks())"
+    ours = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=ours | decided)
+    assert run.stdout.strip() == expected

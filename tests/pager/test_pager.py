@@ -34,6 +34,7 @@ from tiermem.pager.lease import Lease, PendingLease
 from tiermem.pager.page import Intent, Kind, Lane, PageKey
 from tiermem.pager.pager import Pager
 from tiermem.pager.schedule import schedule_of
+from tiermem.pager.waits import Waits
 from tiermem.stats import Counters
 from tiermem.timeline import Timeline
 
@@ -340,10 +341,8 @@ def test_an_interrupted_wait_gives_the_lease_back(make: Any, monkeypatch: pytest
     pending = house.pager.start_lease([key(0)], READ)
 
     class Interrupted:
-        def __enter__(self) -> None:
+        def acquire(self, timeout: float) -> None:
             raise KeyboardInterrupt
-
-        def __exit__(self, *_: object) -> None: ...
 
         def release(self) -> None: ...
 
@@ -373,7 +372,7 @@ def test_settling_and_giving_up_in_either_order_release_once() -> None:
     for first in ("settle", "give_up"):
         released: list[Lease] = []
         lease = Lease([], {}, lambda lease, *_, into=released: into.append(lease))
-        pending = PendingLease(lambda *_: None)
+        pending = PendingLease([], Waits(Counters(), Timeline()))
         if first == "settle":
             pending.settle(lease, None)
             pending.give_up()
@@ -385,7 +384,7 @@ def test_settling_and_giving_up_in_either_order_release_once() -> None:
 
 
 def test_an_answer_is_told_from_what_came_amid_the_wait_for_it() -> None:
-    pending = PendingLease(lambda *_: None)
+    pending = PendingLease([], Waits(Counters(), Timeline()))
     alarm = TimeoutError("of a signal handler")
     assert not pending.has_raised(alarm)
     pending.settle(None, OSError("bad block"))

@@ -162,6 +162,12 @@ def test_a_model_without_anything_to_train_has_no_update_to_pay_for() -> None:
     assert not plan.serial
 
 
+def test_where_everything_is_kept_no_bytes_of_parameters_are_named() -> None:
+    kept = UnitSize("norms", MIB, MIB // 4, 4, 8, kept=True)
+    with pytest.raises(BudgetError, match=r"the largest unit \(norms\) needs at least \d+ bytes"):
+        plan_footprint([kept], MIB, MIB)
+
+
 def test_gradients_of_what_is_kept_have_a_tile_beside_those_that_are_held() -> None:
     rest = UnitSize("rest", 4 * MIB, MIB, 4, 8)
     kept = UnitSize("norms", MIB // 16, MIB // 64, 4, 8, kept=True)

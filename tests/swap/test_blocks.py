@@ -103,10 +103,18 @@ def test_an_io_error_survives_pickling_and_is_an_oserror() -> None:
         assert "EIO" in str(found)
 
 
-@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.ESTALE, errno.ENOTCONN, errno.ENODEV, errno.ENXIO])
-def test_what_a_network_or_a_drive_that_is_gone_answers_comes_with_advice(code: int) -> None:
-    advice = "choose a directory" if code in (errno.ENOLCK, errno.ENOSYS) else "mount it again"
-    assert advice in str(swap.SwapIOError("lock", "x", errno=code))
+@pytest.mark.parametrize(
+    ("codes", "advice"),
+    [
+        ("ENOLCK ENOSYS", "choose a directory"),
+        ("ESTALE ENOTCONN ENODEV ENXIO ECONNABORTED ECONNRESET EHOSTDOWN ESHUTDOWN", "mount it again"),
+        ("EIO ENODATA EREMOTEIO ENOLINK EILSEQ", "reported a fault: see the kernel log"),
+        ("EUCLEAN EBADMSG", "the file system is damaged"),
+    ],
+)
+def test_what_a_network_or_a_drive_answers_comes_with_advice(codes: str, advice: str) -> None:
+    for code in codes.split():
+        assert advice in str(swap.SwapIOError("read", "x", length=4096, errno=getattr(errno, code)))
 
 
 def test_advice_for_a_call_that_moves_no_bytes_does_not_speak_of_a_buffer() -> None:

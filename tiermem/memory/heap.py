@@ -33,6 +33,11 @@ def trim_heap() -> bool:
     return True
 
 
+def keeps_freed_blocks() -> bool:
+    """Whether `keep_freed_blocks` has had them kept: then nobody is to give them back."""
+    return "keep" in _asked
+
+
 def return_large_blocks() -> bool:
     """Have every freed block of 1 MiB or more go back to the system at once, for the whole process.
 

@@ -20,6 +20,7 @@ import torch
 from tiermem.errors import InvariantError, TiermemError, again
 from tiermem.memory.arena import Fence, Frame
 from tiermem.pager.page import Page, PageKey
+from tiermem.pager.waits import LONG, Waits
 
 
 class Parting(enum.Enum):
@@ -149,12 +150,13 @@ class PendingLease:
     A lock instead of a `concurrent.futures.Future`, because every use of a page waits for one of these.
     """
 
-    __slots__ = ("_abandoned", "_error", "_gate", "_lease", "_waited", "awaited")
+    __slots__ = ("_abandoned", "_error", "_gate", "_keys", "_lease", "_waits", "awaited")
 
-    def __init__(self, waited: Callable[[float, float], None]) -> None:
-        """`waited(started, ended)`: called by the thread that waited, with seconds of `time.perf_counter`."""
+    def __init__(self, keys: Sequence[PageKey], waits: Waits) -> None:
+        """`waits`: is told what was waited for these pages."""
         self.awaited = False
-        self._waited = waited
+        self._keys = keys
+        self._waits = waits
         self._gate = threading.Lock()
         self._gate.acquire()
         self._lease: Lease | None = None
@@ -180,10 +182,12 @@ class PendingLease:
         self.awaited = True
         try:
             try:
-                with self._gate:
-                    pass
+                if not self._gate.acquire(timeout=LONG):
+                    self._waits.meanwhile()
+                    self._gate.acquire()
+                self._gate.release()
             finally:
-                self._waited(started, time.perf_counter())
+                self._waits.note(started, time.perf_counter(), self._keys)
         except BaseException:
             self.give_up()
             raise

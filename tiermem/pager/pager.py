@@ -8,7 +8,6 @@ SwapTimeoutError when a device is silent, or with the error of closing; and that
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Coroutine, Sequence
@@ -26,12 +25,10 @@ from tiermem.pager.page import Intent, Kind, Lane, PageKey
 from tiermem.pager.protection import Copies, Protection
 from tiermem.pager.saving import save
 from tiermem.pager.schedule import Schedule, Step
+from tiermem.pager.waits import Waits
 from tiermem.pager.worker import Worker
 from tiermem.stats import Counters
-from tiermem.timeline import COMPUTE_LANE, STALL, UPDATE_LANE, Timeline
-
-# A wait shorter than this found its lease granted already: it is counted, but no event, of which there are so many.
-_BARELY = 20e-6
+from tiermem.timeline import UPDATE_LANE, Timeline
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -42,12 +39,10 @@ class Pager:
 
     def __init__(self, chain: Chain, appetite: dict[Tier, Appetite], *, counters: Counters, timeline: Timeline) -> None:
         self.chain = chain
-        self._counters = counters
         self._timeline = timeline
+        self.waits = Waits(counters, timeline)
         self._core = Core(chain, appetite, counters=counters, timeline=timeline)
         self._loop = self._core.loop
-        # Threads whose waits are no stalls: the wait of whoever waits for such a thread is counted instead.
-        self.aside: set[int] = set()
         self._worker = Worker("tiermem-update", self._loop.report)
         core, post = self._core, self._loop.post
         # An open protection of no page yet. Any thread.
@@ -83,7 +78,7 @@ class Pager:
 
         The answer, errors included, is given by `PendingLease.wait`; whoever will not wait for it says `give_up`.
         """
-        pending = PendingLease(lambda started, ended: self._note_stall(started, ended, keys))
+        pending = PendingLease(keys, self.waits)
         tier = self.chain.top if lane is Lane.COMPUTE else Tier.HOST
         try:
             if not self._loop.post(lambda: self._core.submit(keys, intent, lane, pending.settle, pending, tier=tier)):
@@ -153,7 +148,7 @@ class Pager:
             return future.result()
         finally:
             self._loop.post(lambda: self._core.thread_waits(who, None))  # first: an interrupt may come here, too
-            self._note_stall(started, time.perf_counter())
+            self.waits.note(started, time.perf_counter())
             del future  # it keeps the error that it raises, and that this frame: a reference cycle
 
     def check_invariants(self) -> None:
@@ -231,14 +226,6 @@ class Pager:
             return await self._worker.run(lambda: _timed(self._timeline, function, *args, **kwargs))
         finally:
             self._core.kernel_runs(-1)
-
-    def _note_stall(self, started: float, ended: float, keys: Sequence[PageKey] = ()) -> None:
-        """The computation waited for pages, or, without `keys`, for a task such as an update."""
-        if threading.get_ident() in self.aside:
-            return
-        self._counters.count(stall_seconds=ended - started)
-        if ended - started > _BARELY:
-            self._timeline.record(STALL, COMPUTE_LANE, started, ended, {"waits": keys})
 
 
 def _timed(timeline: Timeline, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

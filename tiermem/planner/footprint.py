@@ -213,11 +213,11 @@ def _with_more(units: Sequence[UnitSize], least: int, tile_nbytes: int, *, gaps:
 def _too_little(units: Sequence[UnitSize], budget: int, least: int, kept: int, larger: str) -> BudgetError:
     largest = max(units, key=lambda unit: unit.computed_nbytes)
     nbytes = largest.gathered_nbytes or largest.param_nbytes
+    size = f", {nbytes} bytes of parameters" if nbytes else ""  # none: they stay
     taken = f" beside the {kept} bytes of parameters that keep= has stay there" if kept else ""
     return BudgetError(
-        f"host_memory is {budget} bytes, but the largest unit ({largest.name}, {nbytes} bytes of "
-        f"parameters) needs at least {least - kept} bytes to be computed and updated{taken}; "
-        f"set host_memory to {least} bytes or more{larger}, "
+        f"host_memory is {budget} bytes, but the largest unit ({largest.name}{size}) needs at least {least - kept} "
+        f"bytes to be computed and updated{taken}; set host_memory to {least} bytes or more{larger}, "
         f"{'keep fewer parameters, ' if kept else ''}or pass smaller units"
     )
 

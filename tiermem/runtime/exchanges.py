@@ -33,7 +33,7 @@ def open_conductor(storage: Storage, company: Company, names: Sequence[str]) -> 
     """The issuer of what all ranks do together. `names`: of the units."""
 
     def begin() -> None:
-        storage.pager.aside.add(threading.get_ident())
+        storage.pager.waits.aside.add(threading.get_ident())
         if storage.device is not None:
             storage.device.work_beside()
 

@@ -41,6 +41,7 @@ class StepPlans:
         self._choice = choice
         self._planned: tuple[Sequence[Access], Touches, bool, Arrivals, str] | None = None
         self._followed: tuple[Schedule | None, int] = (None, choice.look_ahead.nbytes)
+        pager.waits.begin_step()  # what was waited while pages were filled belongs to none
 
     @property
     def look_ahead(self) -> LookAhead:
@@ -49,6 +50,7 @@ class StepPlans:
 
     def close_step(self, order: StepOrder | None) -> None:
         """The step is over; `order`: what is expected of the next, None: nobody knows."""
+        self._pager.waits.begin_step()
         acts_as = self._schedule.acts_as
         if order is not None:
             arrivals = self._blueprint.arrivals(order)
