@@ -23,7 +23,11 @@ class Neighbours:
         self.look_ahead = LookAhead(7, 7, "given")
         self.acts_as = "forward"
         self.followed: list[tuple[Any, int]] = []
-        self.begun = self.steps = 0
+        self.begun = self.steps = self.waited_in = 0
+        self.waits = SimpleNamespace(begin_step=self._begin_waits)
+
+    def _begin_waits(self) -> None:
+        self.waited_in += 1
 
     def _come_to(self, place: str) -> None:
         if place == self.interrupted:
@@ -70,6 +74,7 @@ def test_a_step_is_planned_once_and_again_where_the_look_ahead_changes() -> None
     plans.close_step(ORDER)
     assert neighbours.followed == [(ORDER, 7), (ORDER, 9)]
     assert (neighbours.begun, neighbours.steps) == (3, 4)
+    assert neighbours.waited_in == 5  # the first step begins when there are plans at all
 
 
 @pytest.mark.parametrize("interrupted", ["begin_anew", "plan", "set_schedule"])
