@@ -68,7 +68,7 @@ class Waits:
             self._timeline.record(STALL, COMPUTE_LANE, started, ended, {"waits": keys})
 
     def meanwhile(self) -> None:
-        """The calling thread's wait goes on, and is a long one."""
+        """The calling thread's wait goes on, and is a long one: give the heap back if that costs the step nothing."""
         if self._now is None or threading.get_ident() in self.aside:
             return
         waited, passed = self._before.waited + self._now.waited, self._before.passed + self._now.passed
