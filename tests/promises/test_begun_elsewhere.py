@@ -193,8 +193,8 @@ def test_what_is_loaded_or_gathered_for_writing_is_written_once(tmp_path, param_
     """A tile was written for each of the parameters that lie in it: nine here."""
     model = small_llama(words=64, width=128, mlp_width=256, layers=3)
     settings = {"param_dtype": param_dtype, "moments": moments, "commits": False}
-    config = config_for(tmp_path, 2 * MIB, "step", **settings)
-    with tiermem.offload(model, config, coalesce=0) as runtime:
+    budget = 2 * MIB  # what was changed before and is written later is at most so much
+    with tiermem.offload(model, config_for(tmp_path, budget, "step", **settings), coalesce=0) as runtime:
         ours = tiermem.AdamW(model.parameters(), lr=1e-3)
         for _ in range(3):
             inputs = torch.randint(0, 64, (2, 8))
@@ -203,6 +203,7 @@ def test_what_is_loaded_or_gathered_for_writing_is_written_once(tmp_path, param_
             ours.zero_grad()
         states, layouts = runtime._house.blueprint.states.values(), runtime._house.layouts
         nbytes = sum(state.state_nbytes(tile) for state in states for tile in range(state.tiles))
+        everything = nbytes + sum(layout.nbytes for layout in layouts)
 
         def written() -> int:
             runtime.settle()
@@ -212,17 +213,17 @@ def test_what_is_loaded_or_gathered_for_writing_is_written_once(tmp_path, param_
         entries = {n: {"step": torch.tensor(3.0), "exp_avg": each, "exp_avg_sq": each} for n, each in enumerate(given)}
         ours.load_state_dict({"state": entries, "param_groups": ours.state_dict()["param_groups"]})
         loaded = written()
-        assert 0 < loaded - before <= 1.1 * nbytes
+        assert 0 < loaded - before <= nbytes + budget
         for layer in model.model.layers:
             with runtime.gathered(layer, write=True), torch.no_grad():
                 for parameter in layer.parameters():
                     parameter.mul_(1.01)
         layers = written()
-        assert layers - loaded <= 1.1 * (nbytes + sum(layout.nbytes for layout in layouts))
+        assert layers - loaded <= everything + budget
         for parameter in model.parameters():  # each by itself: its unit had been written each time
             with runtime.gathered(parameter, write=True), torch.no_grad():
                 parameter.mul_(1.01)
-        assert written() - layers <= 1.1 * (nbytes + sum(layout.nbytes for layout in layouts))
+        assert written() - layers <= everything + budget
 
 
 def test_what_does_not_fit_changes_nothing(tmp_path):
