@@ -199,6 +199,16 @@ def test_batches_that_come_to_gradients_one_after_the_other_find_them_held():
     assert step.together
 
 
+def test_where_they_are_not_held_each_batch_comes_to_gradients_again():
+    order = OrderRecorder(holds=False)
+    for unit, parameter in ((1, 5), (1, 6), (1, 5), (1, 6), (0, 7), (1, 5)):
+        order.gradient(unit, parameter)
+        order.contribution(parameter)
+    step = order.finish()
+    assert step.accesses == (GRADIENT(1), GRADIENT(1), GRADIENT(0), GRADIENT(1))
+    assert step.together
+
+
 def test_gradients_that_were_dropped_come_anew():
     order = OrderRecorder()
     for _ in range(2):

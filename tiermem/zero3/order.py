@@ -66,19 +66,28 @@ class StepOrder:
     longest: int = field(default=_MOST, compare=False)
 
 
+@dataclass(slots=True)
+class _Arrived:
+    """How many gradients have come, by parameter, and how many micro-batches have brought some, by unit."""
+
+    contributions: Counter[int] = field(default_factory=Counter)
+    batches: Counter[int] = field(default_factory=Counter)
+
+
 class OrderRecorder:
     """Records the present step and compares it with the one before."""
 
-    def __init__(self, apart: Container[int] = (), *, alone: bool = False) -> None:
+    def __init__(self, apart: Container[int] = (), *, alone: bool = False, holds: bool = True) -> None:
         """`apart`: units whose gradients are taken beside those of others, so that no room is made for them ahead.
 
         `alone`: there are no other ranks, so that steps of the same uses with other gradients may be other kinds.
+        `holds`: the gradients of other units are held until those of another one come.
         """
         self._apart = apart
+        self._holds = holds
         self._turns: Turns[StepOrder] = Turns(attrgetter("accesses") if alone else _uses)
         self._accesses: list[Access] = []
-        self._contributions: Counter[int] = Counter()
-        self._batches: Counter[int] = Counter()  # how many micro-batches have brought gradients, by unit
+        self._arrived = _Arrived()
         self._touches: list[tuple[int, PageKey]] = []
         # How far it has come of what is expected; None: it has left that.
         self._place: int | None = 0
@@ -201,33 +210,31 @@ class OrderRecorder:
     def gradient(self, unit: int, parameter: int) -> None:
         """Note that a gradient is about to arrive: an access to the unit's, if it is the first of its micro-batch.
 
-        No access where nothing came in between: micro-batches that go through a unit together find its gradients held,
-        unless they are taken apart.
+        No access where nothing came in between and they are held: micro-batches that go through a unit together find
+        them so, unless they are taken apart.
         """
-        if self._contributions[parameter] < self._batches[unit]:
+        if self._arrived.contributions[parameter] < self._arrived.batches[unit]:
             return
-        self._batches[unit] += 1
+        self._arrived.batches[unit] += 1
         coming = Access(unit, Phase.GRADIENT)
         held = next((access for access in reversed(self._accesses) if access.unit not in self._apart), None)
-        if held != coming:
+        self._together = self._together or held == coming
+        if held != coming or not self._holds:
             self.access(unit, Phase.GRADIENT)
-        else:
-            self._together = True
 
     def contribution(self, parameter: int) -> int:
         """Note that a gradient arrived; returns how many have arrived for this parameter in this step."""
-        self._contributions[parameter] += 1
-        return self._contributions[parameter]
+        self._arrived.contributions[parameter] += 1
+        return self._arrived.contributions[parameter]
 
     def more_after(self, parameter: int) -> bool:
         """Whether the gradient that is arriving is not the parameter's last, if this step goes on as expected."""
         before = 0 if self.expected is None else self.expected.contributions.get(parameter, 0)
-        return self._contributions[parameter] + 1 < before
+        return self._arrived.contributions[parameter] + 1 < before
 
     def forget_contributions(self) -> None:
         """Say that the gradients of this step were dropped: it begins again as far as they are concerned."""
-        self._contributions.clear()
-        self._batches.clear()
+        self._arrived = _Arrived()
 
     def begin_again(self) -> None:
         """Say that all gradients of this step were dropped: it begins after the last use of a unit by a backward.
@@ -249,8 +256,8 @@ class OrderRecorder:
             return False
         before = self.expected.contributions
         # In this order: what comes last is mostly the first of them, and then one look is enough.
-        return all(self._contributions[number] == before.get(number, 0) for number in parameters) and any(
-            self._contributions[number] for number in parameters
+        return all(self._arrived.contributions[number] == before.get(number, 0) for number in parameters) and any(
+            self._arrived.contributions[number] for number in parameters
         )
 
     def batch_arrived(self, unit: int, parameters: tuple[int, ...]) -> bool:
@@ -260,10 +267,10 @@ class OrderRecorder:
         """
         if self.expected is None:
             return False
-        batches, before = self._batches[unit], self.expected.contributions
-        return all(self._contributions[number] >= min(batches, before.get(number, 0)) for number in parameters) and any(
-            before.get(number, 0) >= batches for number in parameters
-        )
+        batches, before = self._arrived.batches[unit], self.expected.contributions
+        return all(
+            self._arrived.contributions[number] >= min(batches, before.get(number, 0)) for number in parameters
+        ) and any(before.get(number, 0) >= batches for number in parameters)
 
     def finish(self) -> StepOrder | None:
         """Freeze the present step and begin the next one; what is expected of that, as `turns.py` has it.
@@ -273,7 +280,7 @@ class OrderRecorder:
         none before.
         """
         self._end_gradless()
-        contributions: Mapping[int, int] = MappingProxyType(dict(self._contributions))
+        contributions: Mapping[int, int] = MappingProxyType(dict(self._arrived.contributions))
         if not contributions and self.expected is not None:
             contributions = self.expected.contributions
         if self.position < _longest(self.expected):
@@ -290,8 +297,7 @@ class OrderRecorder:
         elif self.expected is not None:  # a second one in a row is what steps are now
             self._turns.expected = replace(self.expected, contributions=contributions, longest=_MOST)
         self._accesses = []
-        self._contributions = Counter()
-        self._batches = Counter()
+        self._arrived = _Arrived()
         self._touches = []
         self._belonging, self._stretches = {}, set()
         self._place = 0

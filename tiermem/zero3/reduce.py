@@ -53,7 +53,7 @@ class GradientStore(StepGradients):
         super().__init__(pager, layouts, parameters)
         self.apart = apart
         self._layouts = tuple(layouts)
-        self._hold_tiles = hold_tiles
+        self.holds = hold_tiles
         self._places: dict[int, tuple[int, Slot]] = {
             slot.parameter: (layout.unit, slot) for layout in layouts for slot in layout.trainable
         }
@@ -71,7 +71,7 @@ class GradientStore(StepGradients):
 
         Not while another unit's tiles are held: the budget has room for those of one.
         """
-        if unit is None or unit in self.apart or not self._hold_tiles or self._held is not None or self._asked.is_open:
+        if unit is None or unit in self.apart or not self.holds or self._held is not None or self._asked.is_open:
             return
         layout = self._layouts[unit]
         if layout.tiles:
@@ -111,7 +111,7 @@ class GradientStore(StepGradients):
         apart = unit in self.apart
         if not apart and self._held is not None and self._held[0] != unit:
             self._let_go(None)
-        if not apart and self._hold_tiles and self._held is None and layout.tiles:
+        if not apart and self.holds and self._held is None and layout.tiles:
             self._held = (unit, self._lease(layout, range(layout.tiles), self._asked.take(unit)))
         add = parameter in self._norms
         sums = _room_for_sums(flat, slot) if add and not more and measuring_copy(flat) is None else None

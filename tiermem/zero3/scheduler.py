@@ -66,7 +66,7 @@ class GatherScheduler:
         self.gradients = gradients
         self._listener = listener
         self._early = early
-        self.order = OrderRecorder(gradients.apart, alone=gradients.alone)
+        self.order = OrderRecorder(gradients.apart, alone=gradients.alone, holds=gradients.holds)
         self.saved = SavedTensorHooks(len(divided.units), gatherer.frames, gatherer.slots, self._demand)
         self.stack = CallStack(HomeProcess(), Turn(follow))
         borrowing = Borrowing(gatherer.slots, self.stack, self._before_call, self._after_call)

@@ -25,6 +25,7 @@ class StepGradients:
 
     apart: Container[int] = ()
     alone = True  # whether there are no other ranks
+    holds = True  # whether all of a unit's pages are held from its first gradient until another unit's comes
 
     def __init__(self, pager: Pager, layouts: Sequence[UnitLayout], parameters: Sequence[nn.Parameter]) -> None:
         self._pager = pager
