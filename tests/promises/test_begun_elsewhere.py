@@ -10,6 +10,7 @@ import pytest
 import torch
 from doubles_combinations import in_turn
 from doubles_models import Stack, small_llama
+from doubles_pager import save_all
 from doubles_training import BUDGETS, MIB, UPDATES, PlainAdamW, budget_for, config_for
 from torch import nn
 
@@ -193,8 +194,8 @@ def test_what_is_loaded_or_gathered_for_writing_is_written_once(tmp_path, param_
     """A tile was written for each of the parameters that lie in it: nine here."""
     model = small_llama(words=64, width=128, mlp_width=256, layers=3)
     settings = {"param_dtype": param_dtype, "moments": moments, "commits": False}
-    budget = 2 * MIB  # what was changed before and is written later is at most so much
-    with tiermem.offload(model, config_for(tmp_path, budget, "step", **settings), coalesce=0) as runtime:
+    config = config_for(tmp_path, 2 * MIB, "step", **settings)
+    with tiermem.offload(model, config, coalesce=0) as runtime:
         ours = tiermem.AdamW(model.parameters(), lr=1e-3)
         for _ in range(3):
             inputs = torch.randint(0, 64, (2, 8))
@@ -207,23 +208,24 @@ def test_what_is_loaded_or_gathered_for_writing_is_written_once(tmp_path, param_
 
         def written() -> int:
             runtime.settle()
+            save_all(runtime._house.storage.pager)  # or what was changed before would be written later
             return runtime.statistics().total.bytes_written
 
         given, before = [torch.rand(parameter.shape) for parameter in model.parameters()], written()
         entries = {n: {"step": torch.tensor(3.0), "exp_avg": each, "exp_avg_sq": each} for n, each in enumerate(given)}
         ours.load_state_dict({"state": entries, "param_groups": ours.state_dict()["param_groups"]})
         loaded = written()
-        assert 0 < loaded - before <= nbytes + budget
+        assert 0 < loaded - before <= 1.1 * nbytes
         for layer in model.model.layers:
             with runtime.gathered(layer, write=True), torch.no_grad():
                 for parameter in layer.parameters():
                     parameter.mul_(1.01)
         layers = written()
-        assert layers - loaded <= everything + budget
+        assert layers - loaded <= 1.1 * everything
         for parameter in model.parameters():  # each by itself: its unit had been written each time
             with runtime.gathered(parameter, write=True), torch.no_grad():
                 parameter.mul_(1.01)
-        assert written() - layers <= everything + budget
+        assert written() - layers <= 1.1 * everything
 
 
 def test_what_does_not_fit_changes_nothing(tmp_path):
